@@ -1,0 +1,40 @@
+"""The only version-aware code: forms that mean the same on every supported JAX."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+
+def make_mesh(
+    shape: Sequence[int], names: Sequence[str], devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Builds a mesh with Auto axes (the library's default would be Explicit ones).
+
+    Args:
+      shape: size of each axis.
+      names: name of each axis.
+      devices: devices to use, in order; all local ones when None.
+    """
+    axis_types = (AxisType.Auto,) * len(names)
+    return jax.make_mesh(tuple(shape), tuple(names), axis_types=axis_types, devices=devices)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Returns the manual mesh axes over which `x` may differ between devices."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary(tree: Any, axes: Sequence[str]) -> Any:
+    """Marks every leaf as differing over `axes`; leaves that already do are unchanged.
+
+    The transpose of this mark is a sum over `axes`, so a gradient taken with respect to a marked
+    value stays local until it is reduced explicitly.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        missing = tuple(a for a in axes if a not in varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(one, tree)

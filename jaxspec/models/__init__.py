@@ -1,0 +1,1 @@
+"""Policies: configuration, blocks and the pure forward pass."""

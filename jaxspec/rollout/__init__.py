@@ -1,0 +1,1 @@
+"""Generating replies, with or without a draft, losslessly."""
