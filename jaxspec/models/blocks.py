@@ -1,0 +1,177 @@
+"""Leaf computations shared by policies and drafts: norms, rotary positions, projections, MLP.
+
+The residual stream is float32 throughout; matrix products take their inputs in the compute dtype
+and accumulate in float32.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.config import RopeScaling
+
+
+def rms_norm(
+    x: Float[Array, "*batch dim"], weight: Float[Array, " dim"], eps: float
+) -> Float[Array, "*batch dim"]:
+    """Root-mean-square norm (arXiv 1910.07467), computed in at least float32."""
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * weight).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(
+    x: Float[Array, "*batch inputs"], weight: Float[Array, "inputs outputs"], dtype: str
+) -> Float[Array, "*batch outputs"]:
+    """Multiplies by a kernel; inputs rounded to `dtype`, sums and result in the wider type.
+
+    Its gradient multiplies in `dtype` too, and returns the weight's gradient unrounded.
+    """
+    return _product(x, weight, dtype)
+
+
+def _product(x: Array, weight: Array, dtype: str) -> Array:
+    out = jnp.promote_types(jnp.dtype(dtype), jnp.float32)
+    return jnp.einsum(
+        "...i,io->...o", x.astype(dtype), weight.astype(dtype), preferred_element_type=out
+    )
+
+
+def _linear_fwd(x, weight, dtype):
+    return _product(x, weight, dtype), (x, weight)
+
+
+def _linear_bwd(dtype, residuals, grad):
+    x, weight = residuals
+    out = jnp.promote_types(jnp.dtype(dtype), jnp.float32)
+    g = grad.astype(dtype).reshape(-1, grad.shape[-1])
+    flat = x.astype(dtype).reshape(-1, x.shape[-1])
+    dx = jnp.einsum("no,io->ni", g, weight.astype(dtype), preferred_element_type=out)
+    dw = jnp.einsum("ni,no->io", flat, g, preferred_element_type=out)
+    return dx.reshape(x.shape).astype(x.dtype), dw.astype(weight.dtype)
+
+
+linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[np.ndarray, float]:
+    """Returns rotary frequencies and the factor on cos and sin.
+
+    Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); YaRN (arXiv
+    2309.00071); the Llama 3.1 release for "llama3". "dynamic" leaves the frequencies as they are
+    up to `original_max_position_embeddings`, which the model's length limit enforces.
+
+    Args:
+      head_dim: width of a head.
+      theta: rotary base.
+      scaling: how frequencies are stretched, if at all.
+
+    Returns:
+      Frequencies float64 [head_dim / 2] in radians per position, and the attention factor.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    freqs = theta**-exponents
+    if scaling is None or scaling.kind == "dynamic":
+        return freqs, 1.0
+    if scaling.kind == "linear":
+        return freqs / scaling.factor, 1.0
+    original = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        wavelengths = 2 * math.pi / freqs
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        blend = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+        return (1 - blend) * freqs / scaling.factor + blend * freqs, 1.0
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    ramp = (np.arange(head_dim // 2) - first) / max(last - first, 1e-3)
+    stretched = np.clip(ramp, 0.0, 1.0)
+    return stretched * freqs / scaling.factor + (1 - stretched) * freqs, _yarn_factor(scaling)
+
+
+def _yarn_factor(scaling: RopeScaling) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)
+
+
+def rope_table(
+    positions: Int[Array, "*batch"], head_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
+    """Returns cos and sin of the rotary angles in float32, whatever the parameters' dtype."""
+    freqs, factor = rope_frequencies(head_dim, theta, scaling)
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(freqs, jnp.float32)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rope(
+    x: Float[Array, "*batch heads dim"],
+    cos: Float[Array, "*batch half"],
+    sin: Float[Array, "*batch half"],
+) -> Float[Array, "*batch heads dim"]:
+    """Rotates the two halves of every head (the half-split convention)."""
+    cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def gated_mlp(
+    x: Float[Array, "*batch dim"],
+    gate: Float[Array, "dim ffn"],
+    up: Float[Array, "dim ffn"],
+    down: Float[Array, "ffn dim"],
+    dtype: str,
+) -> Float[Array, "*batch dim"]:
+    """SwiGLU MLP (arXiv 2002.05202)."""
+    return linear(jax.nn.silu(linear(x, gate, dtype)) * linear(x, up, dtype), down, dtype)
+
+
+def cached_attention(
+    q: Float[Array, "batch time q_heads dim"],
+    keys: Float[Array, "batch kv_heads slots dim"],
+    values: Float[Array, "batch kv_heads slots dim"],
+    last_slot: Int[Array, "batch time"],
+) -> Float[Array, "batch time q_heads dim"]:
+    """Attention of a few new rows over a cache; row t sees slots 0..last_slot[t].
+
+    Meant for decoding, where `time` is the handful of tokens checked at once.
+    """
+    batch, time, q_heads, dim = q.shape
+    kv_heads, slots = keys.shape[1:3]
+    grouped = q.reshape(batch, time, kv_heads, q_heads // kv_heads, dim).astype(keys.dtype)
+    scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    visible = jnp.arange(slots)[None, None] <= last_slot[..., None]
+    scores = jnp.where(visible[:, None, None], scores * dim**-0.5, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    out = jnp.einsum("bkgts,bksd->btkgd", weights, values, preferred_element_type=jnp.float32)
+    return out.reshape(batch, time, q_heads, dim)
+
+
+def write_cache(
+    cache: Float[Array, "batch kv_heads slots dim"],
+    new: Float[Array, "batch time kv_heads dim"],
+    start: Int[Array, " batch"],
+) -> Float[Array, "batch kv_heads slots dim"]:
+    """Writes rows at `start[b]..start[b]+time` of each sequence's cache; rows past the end drop."""
+    time = new.shape[1]
+    index = start[:, None] + jnp.arange(time)
+    rows = jnp.arange(cache.shape[0])[:, None]
+    # Advanced indices around a slice put [batch, time] first, which is `new`'s own order.
+    return cache.at[rows, :, index].set(new.astype(cache.dtype), mode="drop")
