@@ -91,7 +91,7 @@ def queries_keys_values(
     config: ModelConfig,
     dtype: str,
 ) -> tuple[Array, Array, Array]:
-    """Projects a layer's input to rotated queries, rotated keys and values, each [.., heads, dim]."""
+    """Projects a layer's input to rotated queries and keys and to values, each [.., heads, dim]."""
     h = blocks.rms_norm(x, layer["attn_norm"], config.rms_norm_eps)
     q, k, v = (blocks.linear(h, layer[name], dtype) for name in ("q", "k", "v"))
     if config.qkv_bias:
@@ -147,7 +147,8 @@ def forward(
     outer = {name: value for name, value in params.items() if name in ("embed", "final_norm")}
     outer = whole(outer)
     cos, sin = blocks.rope_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-    x = outer["embed"][tokens].astype(jnp.float32)
+    x = outer["embed"][tokens]
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     tap_ids = jnp.asarray(taps, jnp.int32)
 
     def layer_step(carry, xs):
@@ -158,7 +159,7 @@ def forward(
         q, k, v = q.astype(compute_dtype), k.astype(compute_dtype), v.astype(compute_dtype)
         with jax.named_scope("attention"):
             attended = attend(q, k, v)
-        x = finish_layer(layer, x, attended.astype(jnp.float32), config, compute_dtype)
+        x = finish_layer(layer, x, attended.astype(x.dtype), config, compute_dtype)
         if taps:
             hit = (tap_ids == index)[:, None, None, None]
             tapped = jnp.where(hit, jax.lax.stop_gradient(x)[None], tapped)
