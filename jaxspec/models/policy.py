@@ -137,17 +137,16 @@ def forward(
       compute_dtype: dtype of the matrix products' inputs.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       keep_cache: also return every layer's keys and values.
-      gather: makes one layer's (or the outer) parameters whole where they are sharded.
+      gather: makes one layer's parameters whole where they are sharded; the parameters outside the
+        layers come whole.
 
     Raises:
       ValueError: for taps that are not ascending or lie outside the layers.
     """
     check_taps(taps, config.num_layers)
     whole = gather if gather is not None else lambda tree: tree
-    outer = {name: value for name, value in params.items() if name in ("embed", "final_norm")}
-    outer = whole(outer)
     cos, sin = blocks.rope_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-    x = outer["embed"][tokens]
+    x = params["embed"][tokens]
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     tap_ids = jnp.asarray(taps, jnp.int32)
 
@@ -171,7 +170,7 @@ def forward(
         (x, tapped), cache = jax.lax.scan(
             step, (x, tapped), (jnp.arange(config.num_layers), params["layers"])
         )
-    hidden = blocks.rms_norm(x, outer["final_norm"], config.rms_norm_eps)
+    hidden = blocks.rms_norm(x, params["final_norm"], config.rms_norm_eps)
     if taps:
         tapped = jnp.moveaxis(tapped, 0, 2).reshape(*x.shape[:2], -1)
     keys, values = cache if keep_cache else (None, None)
