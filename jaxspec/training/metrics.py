@@ -1,4 +1,4 @@
-"""Metrics of a run: ratios of global sums, one json object a line, and TensorBoard."""
+"""Metrics of a run: ratios of global sums, their files, and how sure a mean over steps is."""
 
 import dataclasses
 import json
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy import special
 from tensorboardX import SummaryWriter
 
 FILE_NAME = "metrics.jsonl"
@@ -50,6 +52,112 @@ def merge_ratios(parts: list[Mapping[str, Ratio]]) -> dict[str, Ratio]:
         for name, ratio in part.items():
             total[name] = total.get(name, Ratio()) + ratio
     return total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A number with its 95% interval.
+
+    Attributes:
+      value: the estimate.
+      low: lower end; nan where there was too little to tell.
+      high: upper end; nan where there was too little to tell.
+      count: how many values it rests on.
+    """
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def known(self) -> bool:
+        """Whether there was enough to give an interval."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    def above(self, value: float) -> bool:
+        """Whether the whole interval lies above `value`."""
+        return self.known and self.low > value
+
+    def below(self, value: float) -> bool:
+        """Whether the whole interval lies below `value`."""
+        return self.known and self.high < value
+
+
+def mean_interval(values: Any) -> Interval:
+    """The mean of independent values with its Student interval; values not finite are left out."""
+    x = _finite(values)
+    if len(x) < 2:
+        return _unknown(x)
+    error = x.std(ddof=1) / math.sqrt(len(x))
+    return _student(x.mean(), error, len(x) - 1.0, len(x))
+
+
+def steps_interval(values: Any) -> Interval:
+    """The mean of values of successive steps, which resemble their neighbours.
+
+    The standard error comes from a circular block bootstrap (Politis and Romano, 1992) with
+    blocks of about sqrt(n) steps; its quantile is Student's with one degree of freedom less than
+    there are blocks, since few blocks tell little about their own spread.
+    """
+    x = _finite(values)
+    if len(x) < _FEWEST_STEPS:
+        return _unknown(x)
+    error, freedom = _block_error(x)
+    return _student(x.mean(), error, freedom, len(x))
+
+
+def change_interval(before: Any, after: Any) -> Interval:
+    """The mean of `after` minus that of `before`, both values of successive steps."""
+    x, y = _finite(before), _finite(after)
+    if min(len(x), len(y)) < _FEWEST_STEPS:
+        missing = not len(x) or not len(y)
+        value = math.nan if missing else float(y.mean() - x.mean())
+        return Interval(value=value, low=math.nan, high=math.nan, count=len(x) + len(y))
+    (error_x, freedom_x), (error_y, freedom_y) = _block_error(x), _block_error(y)
+    error = math.hypot(error_x, error_y)
+    return _student(y.mean() - x.mean(), error, min(freedom_x, freedom_y), len(x) + len(y))
+
+
+def ratio_interval(numerators: Any, denominators: Any) -> Interval:
+    """The ratio of paired positive measurements: Student's interval on its logarithm.
+
+    Each pair is measured back to back, so what slows the machine for a while slows both and
+    leaves their ratio. The value is the geometric mean of the ratios.
+    """
+    logs = np.log(np.asarray(numerators, float) / np.asarray(denominators, float))
+    inner = mean_interval(logs)
+    ends = (math.exp(v) for v in (inner.value, inner.low, inner.high))
+    return Interval(**dict(zip(("value", "low", "high"), ends, strict=True)), count=inner.count)
+
+
+_FEWEST_STEPS = 4
+
+
+def _finite(values: Any) -> np.ndarray:
+    x = np.asarray(values, float).reshape(-1)
+    return x[np.isfinite(x)]
+
+
+def _unknown(x: np.ndarray) -> Interval:
+    value = float(x.mean()) if len(x) else math.nan
+    return Interval(value=value, low=math.nan, high=math.nan, count=len(x))
+
+
+def _student(value: Any, error: Any, freedom: float, count: int) -> Interval:
+    reach = float(special.stdtrit(freedom, 0.975) * error)
+    value = float(value)
+    return Interval(value=value, low=value - reach, high=value + reach, count=count)
+
+
+def _block_error(x: np.ndarray, resamples: int = 2000) -> tuple[float, float]:
+    length = max(1, round(math.sqrt(len(x))))
+    blocks = math.ceil(len(x) / length)
+    starts = np.random.default_rng(0).integers(len(x), size=(resamples, blocks))
+    rows = (starts[..., None] + np.arange(length)) % len(x)
+    means = x[rows.reshape(resamples, -1)[:, : len(x)]].mean(1)
+    # Blocks drawn from the sample spread too little, by the factor of any variance over n.
+    return float(means.std() * math.sqrt(blocks / (blocks - 1))), blocks - 1.0
 
 
 class MetricWriter:
