@@ -201,7 +201,7 @@ def _fill(
     column = begin - begin[opener]
     # A reply that doesn't start at position 0 sees the last shared prompt before it.
     prompt = np.maximum.accumulate(np.where(shared, index, 0))
-    borrows = (shared == 0) & (first > 0)
+    borrows = first > 0
     seen = np.stack([column[prompt], column[prompt] + size[prompt]], -1) * borrows[:, None]
 
     # Per slot of the rows: the token it holds, or the one after the last.
