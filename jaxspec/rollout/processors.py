@@ -66,7 +66,7 @@ def process_logits(
 
     Returns:
       float32 log-probabilities, natural log, normalised over the kept tokens; `REMOVED` for the
-      others. Greedy gives 0 at the largest logit (the lowest id of several) and `REMOVED` elsewhere.
+      others. Greedy gives 0 to the largest logit, the lowest id of several.
     """
     logits = logits.astype(jnp.float32)
     vocab = logits.shape[-1]

@@ -12,7 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.rollout.sampling import Purpose, purpose_keys, sample, uniforms
 
@@ -60,7 +60,9 @@ def acceptance_probabilities(
     target_log_probs: Float[Array, "b k1 v"],
     draft_tokens: Int[Array, "b k"],
     draft_probs: Float[Array, "b k d"] | None = None,
+    *,
     vocab_ids: Int[Array, " d"] | None = None,
+    num_drafted: Int[Array, " b"] | None = None,
 ) -> Float[Array, "b k"]:
     """Returns min(1, p(d) / q(d)) for each proposal d.
 
@@ -70,22 +72,28 @@ def acceptance_probabilities(
       draft_probs: the distribution each was drawn from; None when each was chosen outright, which
         is a draw from the one-hot distribution at the token.
       vocab_ids: ascending policy ids of the draft's vocabulary; None when it is the policy's.
+      num_drafted: leading proposals that exist in each row; all k when None.
 
     Returns:
-      float32 probabilities. A token that q gives no mass cannot have been drawn and gets 0.
+      float32 probabilities, 0 where there is no proposal. A token that q gives no mass cannot have
+      been drawn and gets 0 too.
     """
     k = draft_tokens.shape[1]
     # Tokens are padded rather than the positions sliced: a slice would copy [b, k, v].
     padding = ((0, 0), (0, target_log_probs.shape[1] - k))
     log_p = _gather(target_log_probs, jnp.pad(draft_tokens, padding))[:, :k]
     if draft_probs is None:
-        return jnp.exp(jnp.minimum(log_p, 0.0))
-    q = _gather(draft_probs, _draft_ids(draft_tokens, vocab_ids)).astype(jnp.float32)
-    if vocab_ids is not None:
-        found = vocab_ids[_draft_ids(draft_tokens, vocab_ids)] == draft_tokens
-        q = jnp.where(found, q, 0.0)
-    log_q = jnp.log(jnp.where(q > 0, q, 1.0))
-    return jnp.where(q > 0, jnp.exp(jnp.minimum(log_p - log_q, 0.0)), 0.0)
+        accept = jnp.exp(jnp.minimum(log_p, 0.0))
+    else:
+        places = _draft_places(draft_tokens, vocab_ids)
+        q = _gather(draft_probs, places).astype(jnp.float32)
+        if vocab_ids is not None:
+            q = jnp.where(vocab_ids[places] == draft_tokens, q, 0.0)
+        log_q = jnp.log(jnp.where(q > 0, q, 1.0))
+        accept = jnp.where(q > 0, jnp.exp(jnp.minimum(log_p - log_q, 0.0)), 0.0)
+    if num_drafted is None:
+        return accept
+    return jnp.where(jnp.arange(k) < num_drafted[:, None], accept, 0.0)
 
 
 def residual(p: Float[Array, "*rows v"], q: Float[Array, "*rows v"]) -> Float[Array, "*rows v"]:
@@ -169,10 +177,14 @@ def verify(
     _check(target_log_probs, draft_tokens, draft_probs, vocab_ids)
     k = draft_tokens.shape[1]
     with jax.named_scope("verify"):
-        accept = acceptance_probabilities(target_log_probs, draft_tokens, draft_probs, vocab_ids)
+        accept = acceptance_probabilities(
+            target_log_probs,
+            draft_tokens,
+            draft_probs,
+            vocab_ids=vocab_ids,
+            num_drafted=num_drafted,
+        )
         good = uniforms(purpose_keys(keys, Purpose.ACCEPT), k) < accept
-        if num_drafted is not None:
-            good &= jnp.arange(k) < num_drafted[:, None]
         num_accepted = jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1)
         probs = next_distribution(
             target_log_probs,
@@ -242,7 +254,7 @@ def _block(draft_tokens, num_accepted, next_token):
     return jnp.where(accepted, drafts, next_token[:, None])
 
 
-def _draft_ids(tokens, vocab_ids):
+def _draft_places(tokens, vocab_ids):
     """Places of policy ids in the draft's vocabulary; those that it lacks get a wrong one."""
     if vocab_ids is None:
         return tokens
