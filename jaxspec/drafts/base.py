@@ -1,7 +1,7 @@
 """What every draft is to the rollout, the step and the exporter: one protocol and its data."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -116,6 +116,7 @@ class Proposal:
     state: Any
 
 
+@runtime_checkable
 class Draft(Protocol):
     """Pure functions of a draft; an instance is hashable and fixed under jit.
 
