@@ -1,6 +1,6 @@
 """The only version-aware code: forms that mean the same on every supported JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def vary(tree: Any, axes: Sequence[str]) -> Any:
+def vary(tree: Any, axes: Collection[str]) -> Any:
     """Marks every leaf as differing over `axes`; leaves that already do are unchanged.
 
     The transpose of this mark is a sum over `axes`, so a gradient taken with respect to a marked

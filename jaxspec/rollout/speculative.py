@@ -9,8 +9,9 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Int, Key
 
+from jaxspec import compat
 from jaxspec.attention import blockwise, spec
 from jaxspec.drafts.base import Draft, DraftWeights
 from jaxspec.models import policy
@@ -190,7 +191,7 @@ def _prefill(
     draft_state = None
     if draft is not None:
         draft_state = draft.new_state(count, slots, compute_dtype)
-        draft_state = jax.tree.map(lambda x: x + _like(x, prompt_lengths), draft_state)
+        draft_state = compat.vary(draft_state, compat.varying_axes(prompt_lengths))
         draft_state = draft.commit(
             draft_weights,
             policy_params["embed"],
@@ -342,8 +343,3 @@ def _logits(hidden, policy_params, compute_dtype):
 def _at(x, index):
     """x[b, index[b]]."""
     return jax.vmap(lambda row, i: row[i])(x, index)
-
-
-def _like(x, lengths) -> Bool[Array, "..."]:
-    """Zeros of x's shape that vary over the mesh as `lengths` does."""
-    return jnp.zeros_like(x) * lengths.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
