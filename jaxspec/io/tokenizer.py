@@ -1,7 +1,6 @@
 """Text to ids and back: Hugging Face folders, GGUF files, and character tokenizers for toys."""
 
 import datetime
-import importlib.util
 import json
 import pathlib
 import re
@@ -17,6 +16,8 @@ from jaxtyping import Bool
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from jaxspec.io.policy import PACKAGE, package_gguf
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -308,8 +309,8 @@ def load_tokenizer(source: str) -> Tokenizer:
     Raises:
       ValueError: if nothing readable is there, naming what was looked for.
     """
-    if source.startswith("package:"):
-        return _load_gguf(_package_gguf(source.removeprefix("package:")))
+    if source.startswith(PACKAGE):
+        return _load_gguf(package_gguf(source.removeprefix(PACKAGE)))
     path = pathlib.Path(source)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -376,18 +377,6 @@ def _load_folder(folder: pathlib.Path) -> Tokenizer:
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def _package_gguf(package: str) -> pathlib.Path:
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"the Python package {package!r} is not installed; pip install it")
-    folder = pathlib.Path(spec.origin).parent
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) != 1:
-        names = [f.name for f in files]
-        raise ValueError(f"package {package!r} holds {len(files)} .gguf files, need 1: {names}")
-    return files[0]
 
 
 def _load_gguf(path: pathlib.Path) -> Tokenizer:
