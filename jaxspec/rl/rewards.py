@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -120,25 +119,29 @@ def score(
 
 
 class _Run:
-    """One batch in flight: threads take indices from `todo` and put outcomes into `done`."""
+    """One batch in flight: threads take indices from `todo` until all have an outcome."""
 
     def __init__(self, fn: RewardFn, items: Sequence[Any], replies: Sequence[Reply]):
         self.fn, self.items, self.replies = fn, items, replies
+        self.lock = threading.Lock()
         self.todo = collections.deque(range(len(items)))
-        self.done: queue.SimpleQueue[tuple[int, RewardResult | str]] = queue.SimpleQueue()
         self.started: dict[int, float] = {}  # calls in flight: when each began
-        self.abandoned: set[int] = set()
+        self.outcomes: dict[int, RewardResult | str] = {}
+        self.complete = threading.Event()
 
     def work(self) -> None:
         while True:
-            try:
+            with self.lock:
+                if not self.todo:
+                    return
                 index = self.todo.popleft()
-            except IndexError:
-                return
-            self.started[index] = time.monotonic()
-            self.done.put((index, self.call(index)))
-            if index in self.abandoned:
-                return
+                self.started[index] = time.monotonic()
+            outcome = self.call(index)
+            with self.lock:
+                # No longer in flight: given up, with another thread in this one's place.
+                if self.started.pop(index, None) is None:
+                    return
+                self.settle(index, outcome)
 
     def call(self, index: int) -> RewardResult | str:
         reply = self.replies[index]
@@ -148,26 +151,29 @@ class _Run:
         except BaseException as error:  # noqa: BLE001 - SystemExit in a reward is the sample's too
             return f"{type(error).__name__}: {error}"
 
+    def settle(self, index: int, outcome: RewardResult | str) -> None:
+        self.outcomes[index] = outcome
+        if len(self.outcomes) == len(self.items):
+            self.complete.set()
+
     def collect(self, timeout_s: float, workers: int) -> dict[int, RewardResult | str]:
-        outcomes: dict[int, RewardResult | str] = {}
+        if not self.items:
+            return {}
         self.spawn(workers)
-        while len(outcomes) < len(self.items):
-            oldest = min(list(self.started.values()), default=time.monotonic())
-            try:
-                wait = oldest + timeout_s - time.monotonic()
-                index, outcome = self.done.get(timeout=max(wait, 0.001))
-                outcomes.setdefault(index, outcome)
-                self.started.pop(index, None)
-                continue
-            except queue.Empty:
-                pass
-            for index, start in list(self.started.items()):
-                if time.monotonic() - start >= timeout_s:
-                    outcomes.setdefault(index, f"took more than {timeout_s} s")
-                    self.abandoned.add(index)
-                    self.started.pop(index, None)
-                    self.spawn(1)
-        return outcomes
+        while not self.complete.wait(self.until_first_timeout(timeout_s)):
+            with self.lock:
+                now = time.monotonic()
+                late = [i for i, start in self.started.items() if now - start >= timeout_s]
+                for index in late:
+                    del self.started[index]
+                    self.settle(index, f"took more than {timeout_s} s")
+            self.spawn(len(late))
+        return self.outcomes
+
+    def until_first_timeout(self, timeout_s: float) -> float:
+        with self.lock:
+            oldest = min(self.started.values(), default=time.monotonic())
+        return max(oldest + timeout_s - time.monotonic(), 0.001)
 
     def spawn(self, count: int) -> None:
         for _ in range(count):
