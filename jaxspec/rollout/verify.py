@@ -150,7 +150,7 @@ def verify(
     draft_probs: Float[Array, "b k d"] | None,
     keys: Key[Array, " b"],
     *,
-    vocab_ids: Int[Array, " d"] | None = None,
+    vocab_ids: Int[Array, " ids"] | None = None,
     num_drafted: Int[Array, " b"] | None = None,
 ) -> VerifyResult:
     """Accepts a prefix of the proposals and draws the token that follows it.
