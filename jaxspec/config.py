@@ -4,16 +4,22 @@ Gin fills them, notebooks build them.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from jaxspec import gin_config
 from jaxspec.drafts import losses as draft_losses
 from jaxspec.mesh import MeshConfig
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, RopeScaling
 from jaxspec.packing import PackingConfig
 from jaxspec.rl.losses import LossConfig
 from jaxspec.rl.optimizers import OptimizerConfig
 from jaxspec.rl.step import StepConfig
 from jaxspec.rollout.config import RolloutConfig
+from jaxspec.rollout.processors import SamplingConfig
+from jaxspec.tasks.comparison import ComparisonTask
+from jaxspec.tasks.reasoning import ReasoningTask
+from jaxspec.tasks.sums import SumsTask
 
 ADVANTAGES = ("grpo", "dr_grpo")
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
@@ -332,4 +338,31 @@ CONFIGURABLES = (
     OptimizerConfig,
     StepConfig,
     RolloutConfig,
+    RopeScaling,
+    SamplingConfig,
+    ComparisonTask,
+    ReasoningTask,
+    SumsTask,
 )
+
+
+def register_all() -> None:
+    """Makes every setting known to gin; further tasks register themselves the same way."""
+    for cls in CONFIGURABLES:
+        gin_config.register(cls)
+
+
+def load_experiment(gin_files: Sequence[str], gin_bindings: Sequence[str] = ()) -> Experiment:
+    """Reads an experiment from gin files and single bindings.
+
+    Raises:
+      ValueError: for an unknown, unused, mistyped or out-of-range setting, naming it.
+    """
+    register_all()
+    return gin_config.load(Experiment, gin_files, gin_bindings)
+
+
+def operative_config(experiment: Experiment) -> str:
+    """Returns a configuration that loads as the same experiment."""
+    register_all()
+    return gin_config.operative_config(experiment)
