@@ -30,7 +30,9 @@ def versions() -> dict[str, str]:
             found[name] = "not installed as a package"
     devices = jax.devices()
     found["platform"] = f"{platform.system()} {platform.machine()}"
-    found["devices"] = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+    kind = devices[0].device_kind
+    found["devices"] = f"{len(devices)} \N{MULTIPLICATION SIGN} {kind}"
+    found["backend"] = devices[0].platform
     found["processes"] = str(jax.process_count())
     found["cores"] = str(_cores())
     memory = _memory()

@@ -75,11 +75,11 @@ class Interval:
         """Whether there was enough to give an interval."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
-    def above(self, value: float) -> bool:
+    def above(self, value: float | int) -> bool:
         """Whether the whole interval lies above `value`."""
         return self.known and self.low > value
 
-    def below(self, value: float) -> bool:
+    def below(self, value: float | int) -> bool:
         """Whether the whole interval lies below `value`."""
         return self.known and self.high < value
 
