@@ -88,9 +88,9 @@ def from_hf(config: Mapping[str, Any], source: str) -> ModelConfig:
             "set head_dim"
         )
     length = config.get("max_position_embeddings") or (2048 if family == "llama" else 32768)
-    theta, scaling = _rope(config, length, source)
     eps = config.get("rms_norm_eps")
     try:
+        theta, scaling = _rope(config, length)
         return ModelConfig(
             family=family,
             **{field: config[name] for name, field in SIZES.items()},
@@ -136,7 +136,7 @@ def _family(config: Mapping[str, Any], source: str) -> str:
     return family
 
 
-def _rope(config: Mapping[str, Any], length: int, source: str) -> tuple[float, RopeScaling | None]:
+def _rope(config: Mapping[str, Any], length: int) -> tuple[float, RopeScaling | None]:
     """Returns the rotary base and its stretch, from either of the two places they are written."""
     merged: dict[str, Any] = {}
     for place in ("rope_scaling", "rope_parameters"):
@@ -144,38 +144,33 @@ def _rope(config: Mapping[str, Any], length: int, source: str) -> tuple[float, R
             name = "rope_type" if name == "type" else name
             if name in merged and merged[name] != value:
                 raise ValueError(
-                    f"{source}: {name} is {merged[name]!r} in one place and {value!r} in another "
+                    f"{name} is {merged[name]!r} in one place and {value!r} in another "
                     "of rope_scaling and rope_parameters"
                 )
             merged[name] = value
     theta = config.get("rope_theta")
     if theta is not None and merged.get("rope_theta", theta) != theta:
         raise ValueError(
-            f"{source}: rope_theta is {theta} at the top but {merged['rope_theta']} in "
-            "rope_parameters"
+            f"rope_theta is {theta} at the top but {merged['rope_theta']} in rope_parameters"
         )
     theta = float(merged.pop("rope_theta", None) or theta or 10000.0)
     if merged.pop("partial_rotary_factor", 1) not in (1, None):
-        raise ValueError(f"{source}: partial_rotary_factor other than 1 is not implemented")
+        raise ValueError("partial_rotary_factor other than 1 is not implemented")
     kind = merged.pop("rope_type", "default")
     if kind not in ROPE_SETTINGS:
-        raise ValueError(
-            f"{source}: rope kind {kind!r} is not implemented; known are {tuple(ROPE_SETTINGS)}"
-        )
+        raise ValueError(f"rope kind {kind!r} is not implemented; known are {tuple(ROPE_SETTINGS)}")
     settings = {name: value for name, value in merged.items() if value is not None}
     unknown = sorted(set(settings) - set(ROPE_SETTINGS[kind]))
     missing = [name for name in _ROPE_NEEDED[kind] if name not in settings]
     if unknown or missing:
-        raise ValueError(
-            f"{source}: rope kind {kind!r} has unknown settings {unknown} and lacks {missing}"
-        )
+        raise ValueError(f"rope kind {kind!r} has unknown settings {unknown} and lacks {missing}")
     if kind == "default":
         return theta, None
     if kind in ("dynamic", "yarn"):
         settings.setdefault(_ORIGINAL, length)
     if kind == "dynamic" and settings[_ORIGINAL] != length:
         raise ValueError(
-            f"{source}: rope kind 'dynamic' stretches beyond max_position_embeddings={length}, "
+            f"rope kind 'dynamic' stretches beyond max_position_embeddings={length}, "
             f"but {_ORIGINAL} is {settings[_ORIGINAL]}"
         )
     # JSON writes 8.0 as 8 now and then; only these two are not real numbers.
