@@ -19,9 +19,9 @@ from jaxspec.tasks.base import Item, shuffled, split
 # Every character of prompts and replies.
 ALPHABET = "0123456789+=, abcdefghijklmnopqrstuvwxyz"
 PHRASES = (
-    "well it is hard to say but i guess {}",
-    "let me think about it, maybe {}",
-    "i am not so sure, it could be {}",
+    "let me think, maybe {}",
+    "hard to say, i guess {}",
+    "not so sure, it is {}",
 )
 
 _NUMBER = re.compile(r"\d+")
