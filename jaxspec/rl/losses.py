@@ -29,7 +29,8 @@ class LossConfig:
     batch is used for one update, and `old` is the policy itself: the ratio is exactly 1 and its
     gradient is the policy gradient's. Otherwise `old` is what the caller passes, or the behaviour
     where it passes nothing. Where `old` is not the behaviour, a truncated importance weight
-    exp(old - behaviour) makes up for the difference between trainer and sampler.
+    exp(old - behaviour) makes up for the difference between trainer and sampler. For "gspo" the
+    ratio and the weight are geometric means over the reply.
 
     Attributes:
       kind: "grpo" (arXiv 2402.03300), "dr_grpo" (2503.20783), "dapo" (2503.14476) or "gspo"
