@@ -36,13 +36,12 @@ def make_distill_step(
       both they and `batch` are [row, token]. The draft's state is donated. Metrics are global
       (numerator, denominator) pairs.
     """
-    sharded = mesh.shape["data"] > 1
     policy_specs = partition_specs(policy.param_table(model), mesh)
     outer_specs = {name: spec for name, spec in policy_specs.items() if name != "layers"}
     draft_specs = partition_specs(draft.param_table(), mesh)
 
     def gradients(params: Any, buffers: Any, outer: Any, features: Features, rows: PackedBatch):
-        outer = gather(outer, outer_specs, sharded=sharded)
+        outer = gather(outer, outer_specs)
         view = target_view(
             outer["embed"],
             policy.head(outer),
@@ -50,11 +49,11 @@ def make_distill_step(
             features.hidden,
             features.log_normaliser,
         )
-        denominator = sum_over_data(draft.distill_denominator(rows), sharded=sharded)
+        denominator = sum_over_data(draft.distill_denominator(rows))
 
         def loss(params: Any):
             output = draft.distill(
-                gather(params, draft_specs, sharded=sharded),
+                gather(params, draft_specs),
                 buffers,
                 view,
                 rows,
@@ -62,11 +61,11 @@ def make_distill_step(
             )
             return output.numerator / jnp.maximum(denominator, 1.0), output.metrics
 
-        local = compat.vary(params, ("data",)) if sharded else params
+        local = compat.vary(params, ("data",))
         grads, metrics = jax.grad(loss, has_aux=True)(local)
         return (
-            reduce_gradients(grads, draft_specs, sharded=sharded),
-            sum_over_data(metrics, sharded=sharded),
+            reduce_gradients(grads, draft_specs),
+            sum_over_data(metrics),
         )
 
     whole, rows = PartitionSpec(), PartitionSpec("data")

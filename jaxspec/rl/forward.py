@@ -51,7 +51,6 @@ def score(
     model: ModelConfig,
     *,
     taps: tuple[int, ...],
-    sharded: bool,
     compute_dtype: str,
     remat: bool = False,
     temperature: float = 1.0,
@@ -65,14 +64,13 @@ def score(
       rows: packed rows [row, token] of this device.
       model: the policy's shape.
       taps: layers to tap.
-      sharded: whether the data axis has more than one device.
       compute_dtype: dtype of the matrix products' inputs.
       remat: recompute each layer in the backward pass.
       temperature: what logits are divided by before log-probabilities are taken.
       chunk: rows whose logits exist at one time.
     """
     outer = {name: value for name, value in params.items() if name != "layers"}
-    whole = gather(outer, specs, sharded=sharded)
+    whole = gather(outer, specs)
     layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
     output = policy.forward(
         whole | {"layers": params["layers"]},
@@ -83,7 +81,7 @@ def score(
         taps=taps,
         compute_dtype=compute_dtype,
         remat=remat,
-        gather=functools.partial(gather, specs=layer_specs, sharded=sharded),
+        gather=functools.partial(gather, specs=layer_specs),
     )
     head = policy.head(whole)
     shape = rows.tokens.shape
@@ -105,10 +103,8 @@ def score(
     )
 
 
-def gather(tree: Any, specs: Any, *, sharded: bool) -> Any:
+def gather(tree: Any, specs: Any) -> Any:
     """Makes sharded parameters whole; the transpose scatters and sums their gradient."""
-    if not sharded:
-        return tree
 
     def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if "data" not in spec:
@@ -118,15 +114,15 @@ def gather(tree: Any, specs: Any, *, sharded: bool) -> Any:
     return {name: one(value, specs[name]) for name, value in tree.items()}
 
 
-def sum_over_data(tree: Any, *, sharded: bool) -> Any:
+def sum_over_data(tree: Any) -> Any:
     """Sums every leaf over the devices of the data axis."""
-    return jax.lax.psum(tree, "data") if sharded else tree
+    return jax.lax.psum(tree, "data")
 
 
-def reduce_gradients(gradients: Any, specs: Any, *, sharded: bool) -> Any:
+def reduce_gradients(gradients: Any, specs: Any) -> Any:
     """Sums local gradients once; those of split parameters were summed by their gather."""
     return jax.tree.map(
-        lambda g, spec: g if "data" in spec else sum_over_data(g, sharded=sharded),
+        lambda g, spec: g if "data" in spec else sum_over_data(g),
         gradients,
         specs,
     )
@@ -146,7 +142,6 @@ def make_features(
 ) -> Callable[[Any, PackedBatch], Features]:
     """Builds the jitted function (policy params, batch [row, token]) -> features."""
     specs = partition_specs(policy.param_table(model), mesh)
-    sharded = mesh.shape["data"] > 1
 
     def run(params: Any, rows: PackedBatch) -> Features:
         scored = score(
@@ -155,7 +150,6 @@ def make_features(
             rows,
             model,
             taps=draft.tap_layers,
-            sharded=sharded,
             compute_dtype=compute_dtype,
             chunk=chunk,
         )
@@ -171,7 +165,7 @@ def make_features(
     )
 
 
-def zeros_like_shapes(shapes: Any, *, sharded: bool) -> Any:
-    """Returns zeros for a loop's carry, varying over data where that axis is split."""
+def zeros_like_shapes(shapes: Any) -> Any:
+    """Returns zeros for a loop's carry, which differ between the devices of data."""
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return compat.vary(zeros, ("data",)) if sharded else zeros
+    return compat.vary(zeros, ("data",))

@@ -70,10 +70,6 @@ class _Step:
     temperature: float
     compute_dtype: str
 
-    @property
-    def sharded(self) -> bool:
-        return self.mesh.shape["data"] > 1
-
     @functools.cached_property
     def specs(self) -> dict[str, Any]:
         """How the parameters of policy and draft are split."""
@@ -173,15 +169,14 @@ def _sharded_gradients(step: _Step, trained: Any, fixed: Any):
 
 def _gradients(step: _Step, trained, fixed, batch, num_microbatches, policy_denominator):
     """Returns global gradients, sharded as the parameters, and global metrics."""
-    sharded = step.sharded
     # Marked as varying, a replicated parameter's gradient stays local until the one sum below.
-    local = compat.vary(trained, ("data",)) if sharded else trained
+    local = compat.vary(trained, ("data",))
     denominators = {"policy": jnp.maximum(policy_denominator, 1e-9)}
     if step.draft is not None:
         used = jnp.arange(batch.tokens.shape[0]) < num_microbatches
         masked = batch.replace(ahead_mask=batch.ahead_mask & used[:, None, None, None])
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), masked)
-        count = sum_over_data(step.draft.distill_denominator(flat), sharded=sharded)
+        count = sum_over_data(step.draft.distill_denominator(flat))
         denominators["draft"] = jnp.maximum(count, 1.0)
     differentiate = jax.grad(
         functools.partial(_microbatch_loss, step, fixed=fixed, denominators=denominators),
@@ -193,14 +188,13 @@ def _gradients(step: _Step, trained, fixed, batch, num_microbatches, policy_deno
         return jax.tree.map(jnp.add, carry, differentiate(local, rows))
 
     shapes = jax.eval_shape(differentiate, local, jax.tree.map(lambda x: x[0], batch))
-    zeros = zeros_like_shapes(shapes, sharded=sharded)
+    zeros = zeros_like_shapes(shapes)
     gradients, metrics = jax.lax.fori_loop(0, num_microbatches, body, zeros)
     with jax.named_scope("reduce_gradients"):
         gradients = {
-            name: reduce_gradients(gradients[name], step.specs[name], sharded=sharded)
-            for name in gradients
+            name: reduce_gradients(gradients[name], step.specs[name]) for name in gradients
         }
-        metrics = sum_over_data(metrics, sharded=sharded)
+        metrics = sum_over_data(metrics)
     metrics["policy_loss"] = (metrics["policy_loss"][0], policy_denominator)
     return gradients, metrics
 
@@ -233,7 +227,7 @@ def _microbatch_loss(step: _Step, trained, rows, *, fixed, denominators):
 
     def distill(params, buffers):
         return step.draft.distill(
-            gather(params, step.specs["draft"], sharded=step.sharded),
+            gather(params, step.specs["draft"]),
             buffers,
             view,
             rows,
@@ -261,7 +255,6 @@ def _score(step: _Step, params, rows, taps):
         rows,
         step.model,
         taps=taps,
-        sharded=step.sharded,
         compute_dtype=step.compute_dtype,
         remat=step.config.remat,
         temperature=step.temperature,
