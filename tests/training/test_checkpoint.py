@@ -240,6 +240,16 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_good_one(tmp_path):
         assert checkpoints.latest_step() == last + 1
 
 
+def test_only_a_save_clears_what_a_killed_one_left(tmp_path):
+    left = tmp_path / "00000007" / "state.partial"
+    left.mkdir(parents=True)
+    (left / "arrays").write_bytes(b"half")
+    with Checkpoints(tmp_path, keep_latest=1) as checkpoints:
+        assert checkpoints.latest_step() is None and left.exists()
+        checkpoints.save(1, make_state(1))
+    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+
+
 def test_a_removal_that_is_cut_off_leaves_no_torn_checkpoint(tmp_path, monkeypatch):
     state = make_state(1)
     with Checkpoints(tmp_path, keep_latest=1) as checkpoints:
