@@ -9,7 +9,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich import box
@@ -134,6 +135,14 @@ class Progress:
         else:
             self._events.append(f"{_clock(time.monotonic() - self._started)}  {text}")
 
+    def text(self, text: str) -> None:
+        """Prints text of several lines, such as a reply, above the live table if there is one."""
+        for line in text.split("\n"):
+            if self._console is None:
+                self._line(line)
+            else:
+                self._console.print(Text(_printable(line)))
+
     def time_left(self) -> str:
         """Returns the time to the last step at the pace of the latest ones, in words."""
         if not self._durations:
@@ -156,8 +165,7 @@ class Progress:
         self._console.print(table)
 
     def _line(self, text: str) -> None:
-        clean = "".join(c if c.isprintable() else " " for c in text)
-        print(clean, file=self._stream, flush=True)
+        print(_printable(text), file=self._stream, flush=True)
 
     def _render(self) -> RenderableType:
         table = Table(box=box.SIMPLE_HEAD, expand=False, padding=(0, 1))
@@ -181,6 +189,36 @@ class Progress:
         parts.append(status)
         parts += [Text(event, style="dim") for event in self._events]
         return Group(*parts)
+
+
+def run_app(run: Callable[[], Any]) -> int:
+    """Runs a program and tells a user's mistake in a line instead of a traceback.
+
+    A ValueError or OSError that this package or the program itself raised explains itself; one
+    from deeper down, like any other error, keeps its traceback.
+
+    Returns:
+      The exit code: 0, 1 after a mistake, 130 after Ctrl-C.
+    """
+    try:
+        run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        origin = frames[-1].f_globals.get("__name__", "")
+        own = origin == "__main__" or origin.partition(".")[0] == __name__.partition(".")[0]
+        # JAX takes its own frames out of a traceback and leaves a note that it did.
+        if not own or getattr(error, "__notes__", None):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _is_terminal(stream: Any) -> bool:

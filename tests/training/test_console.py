@@ -1,10 +1,12 @@
 import io
 import sys
 
+import numpy as np
 import pytest
 
 from jaxspec.training import console as console_lib
-from jaxspec.training.console import Progress
+from jaxspec.training.checkpoint import Checkpoints
+from jaxspec.training.console import Progress, run_app
 
 
 class Terminal(io.StringIO):
@@ -90,6 +92,30 @@ def test_the_terminal_is_restored(error):
     for part in ("run [accepted]", "reward", "0.500", "1,234", "1/3 steps", "wrote [1] {2}"):
         assert part in text
     assert ("Done" in text) == (error is None)
+
+
+def test_text_keeps_its_lines():
+    for stream in (io.StringIO(), Terminal()):
+        Progress(0, stream=stream).text("> [1]\n\x1b[2Jreply\n")
+        assert stream.getvalue().splitlines() == ["> [1]", " [2Jreply", ""]
+
+
+def test_a_mistake_is_told_in_a_line(capsys, tmp_path):
+    def mistake():
+        Checkpoints(tmp_path, keep_latest=0)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert run_app(lambda: None) == 0
+    assert run_app(mistake) == 1
+    assert capsys.readouterr().err.startswith("error: keep_latest=0; ")
+    assert run_app(interrupted) == 130
+    # An error of a library is not a user's mistake: its traceback is needed.
+    with pytest.raises(ValueError, match="negative"):
+        run_app(lambda: np.zeros(-1))
+    with pytest.raises(SystemExit):
+        run_app(sys.exit)
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
