@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec import compat
 from jaxspec.drafts import losses
 from jaxspec.drafts.base import TargetView, target_view
-from jaxspec.drafts.eagle3 import Eagle3, Eagle3Config
+from jaxspec.drafts.eagle3 import Eagle3, Eagle3Config, _from_teacher_row, _to_teacher_row
 from jaxspec.packing import Sample, pack
 
 VOCAB, DIM, TAPS, PASSES, LENGTH, ROW = 19, 8, 2, 3, 11, 24
@@ -193,7 +193,10 @@ def textbook_numerator(objective):
     return (loss.sum((0, 2)) * CONFIG.pass_weights).sum()
 
 
-@pytest.mark.parametrize("objective", losses.OBJECTIVES)
+OTHERS = [pytest.param(o, marks=pytest.mark.exhaustive) for o in losses.OBJECTIVES[1:]]
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", *OTHERS])
 def test_packed_rows_equal_the_textbook(objective):
     batch = shared_batch()
     assert batch.intervals.shape[2] == 2 and not np.asarray(batch.segment_ids)[-1].any()
@@ -203,7 +206,7 @@ def test_packed_rows_equal_the_textbook(objective):
     which = losses.OBJECTIVES.index(objective)
     np.testing.assert_allclose(numerator, textbook_numerator(objective), rtol=3e-6)
     counts = valid.sum((0, 2))
-    assert counts.tolist() == [20, 15, 10] or len(set(counts)) > 1
+    assert len(set(counts)) > 1
     np.testing.assert_allclose(denominator, counts @ CONFIG.pass_weights, rtol=1e-6)
     assert sorted(grads) == sorted(want_grads)
     for name, want in want_grads.items():
@@ -255,32 +258,32 @@ def test_padding_alone_gives_zeros():
 
 
 def test_passes_beyond_the_reply_add_nothing():
-    """A reply of two tokens in a row of four: passes 3 to 5 have no row, and the row no place."""
+    """Of a prompt and a reply of two tokens each, pass 2 trains one row and pass 3 none."""
     reply = Sample(
         prompt=np.array([3, 5]),
         reply=np.array([7, 9]),
         logprobs=np.zeros(2, np.float32),
         advantage=1.0,
     )
-    params = {k: jnp.asarray(v, jnp.float32) for k, v in draft_params().items()}
-    ids = {"vocab_ids": jnp.asarray(IDS, jnp.int32)}
-
-    def forward(num_passes):
-        draft = Eagle3(dataclasses.replace(CONFIG, num_passes=num_passes, pass_weights=()))
-        batch = batch_of([reply], row_length=4, num_ahead=draft.num_ahead)
-        view = view_of(batch.tokens)
-        out = jax.jit(draft.distill)(params, ids, view, batch)
-        return out.numerator, draft.distill_denominator(batch), out.metrics
-
-    two, many = forward(2), forward(5)
-    np.testing.assert_allclose(many[:2], two[:2], rtol=1e-6)
-    assert two[1] == 3
-    for name, want in two[2].items():
-        np.testing.assert_allclose(many[2][name], want, rtol=1e-6, err_msg=name)
-    assert all(many[2][f"accept_pass_{d}"] == (0, 0) for d in (3, 4, 5))
+    (numerator, (denominator, metrics)), (grads, _) = run(batch_of([reply], rows_multiple=4))
+    (first, rows_1), (second, rows_2) = (metrics[f"draft_loss_pass_{d}"] for d in (1, 2))
+    assert (rows_1, rows_2) == (2, 1)
+    np.testing.assert_allclose(numerator, first + 0.8 * second, rtol=1e-6)
+    np.testing.assert_allclose(denominator, 2 + 0.8 * 1, rtol=1e-6)
+    for name in ("draft_loss", "accept", "top1"):
+        assert metrics[f"{name}_pass_3"] == (0, 0)
+    assert all(np.isfinite(g).all() for g in grads.values())
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["marked", "replicated"])
+def test_a_row_may_be_shorter_than_the_passes_reach():
+    x = jnp.ones((1, 2, 3))
+    np.testing.assert_array_equal(_to_teacher_row(x, 1)[0, :, 0], [0, 1])
+    np.testing.assert_array_equal(_from_teacher_row(x, 1)[0, :, 0], [1, 0])
+    for move in (_to_teacher_row, _from_teacher_row):
+        np.testing.assert_array_equal(move(x, 3), jnp.zeros_like(x))
+
+
+@pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_two_devices_sum_to_one(marked):
     """Local numerators and gradients add up, whether or not the caller marks the parameters."""
     batch = shared_batch()
