@@ -155,6 +155,10 @@ def cached_attention(
     """
     batch, time, q_heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
+    if jax.default_backend() == "cpu":
+        # XLA has no batched product of bfloat16 into float32 there.
+        wide = jnp.promote_types(keys.dtype, jnp.float32)
+        keys, values = keys.astype(wide), values.astype(wide)
     grouped = q.reshape(batch, time, kv_heads, q_heads // kv_heads, dim).astype(keys.dtype)
     scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
     visible = jnp.arange(slots)[None, None] <= last_slot[..., None]

@@ -28,7 +28,7 @@ from jaxspec.rl.forward import (
     sum_over_data,
     zeros_like_shapes,
 )
-from jaxspec.rl.losses import LossConfig, policy_loss
+from jaxspec.rl.losses import MAXIMA, LossConfig, policy_loss
 from jaxspec.rl.optimizers import all_finite
 from jaxspec.rl.state import CoTrainState, ModelState
 
@@ -185,7 +185,8 @@ def _gradients(step: _Step, trained, fixed, batch, num_microbatches, policy_deno
 
     def body(i, carry):
         rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
-        return jax.tree.map(jnp.add, carry, differentiate(local, rows))
+        gradients, metrics = differentiate(local, rows)
+        return jax.tree.map(jnp.add, carry[0], gradients), _add_metrics(carry[1], metrics)
 
     shapes = jax.eval_shape(differentiate, local, jax.tree.map(lambda x: x[0], batch))
     zeros = zeros_like_shapes(shapes)
@@ -194,9 +195,18 @@ def _gradients(step: _Step, trained, fixed, batch, num_microbatches, policy_deno
         gradients = {
             name: reduce_gradients(gradients[name], step.specs[name]) for name in gradients
         }
-        metrics = sum_over_data(metrics)
+        largest = {name: jax.lax.pmax(metrics.pop(name), "data") for name in MAXIMA}
+        metrics = sum_over_data(metrics) | largest
     metrics["policy_loss"] = (metrics["policy_loss"][0], policy_denominator)
     return gradients, metrics
+
+
+def _add_metrics(so_far: Metrics, more: Metrics) -> Metrics:
+    """Joins two microbatches' metrics: sums, but for those that are maxima."""
+    return {
+        name: jax.tree.map(jnp.maximum if name in MAXIMA else jnp.add, so_far[name], pair)
+        for name, pair in more.items()
+    }
 
 
 def _microbatch_loss(step: _Step, trained, rows, *, fixed, denominators):

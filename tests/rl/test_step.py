@@ -66,7 +66,8 @@ DENOMINATOR = float(sum(len(s.reply) for s in SAMPLES))
 def start():
     params = jax.tree.map(np.asarray, init_params(policy.param_table(MODEL), jax.random.key(0)))
     params["embed"] = params["embed"] * 20
-    weights = DRAFT.init(jax.random.key(1), params, np.arange(0, 23)[:16])
+    on_device = jax.tree.map(jnp.asarray, params)
+    weights = DRAFT.init(jax.random.key(1), on_device, np.arange(16))
     return params, jax.tree.map(np.asarray, weights)
 
 
@@ -146,7 +147,7 @@ def test_the_split_does_not_matter(start, baseline, split):
     new, metrics, _ = update(start, **split)
     assert_close(new, baseline[0])
     for name, (numerator, denominator) in baseline[1].items():
-        if "grad_norm" in name or "max" in name:
+        if "grad_norm" in name:
             continue
         np.testing.assert_allclose(metrics[name][0], numerator, rtol=1e-4, atol=1e-4, err_msg=name)
         np.testing.assert_allclose(metrics[name][1], denominator, rtol=1e-5, err_msg=name)
