@@ -87,6 +87,19 @@ class _Stop:
                 signal.signal(number, old)
 
 
+def fingerprint(experiment: Experiment) -> dict[str, Any]:
+    """Returns the settings that two runs must share for one to go on where the other stopped.
+
+    Devices, the number of steps, limits, evaluation and what is kept may change on the way.
+    """
+    settings = to_dict(experiment)
+    for name in ("mesh", "evaluation", "checkpoint"):
+        del settings[name]
+    for name in ("steps", "max_minutes", "max_nonfinite_in_a_row"):
+        del settings["training"][name]
+    return settings
+
+
 def train(
     experiment: Experiment,
     workdir: str | Path | None = None,
@@ -115,7 +128,7 @@ def train(
     started = time.monotonic()
     folder = None if workdir is None else Path(workdir)
     if folder is not None:
-        check_workdir(folder, to_dict(experiment), resume)
+        check_workdir(folder, fingerprint(experiment), resume)
         if operative_config:
             (folder / "operative_config.gin").write_text(operative_config)
     progress = Progress(experiment.training.steps, title=experiment.name, stream=stream)

@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxspec.config import WarmUpConfig
+from jaxspec.config import Experiment, WarmUpConfig
 from jaxspec.drafts.base import DraftWeights
 from jaxspec.drafts.vocabulary import choose_vocabulary
+from jaxspec.io.draft_formats import read_eagle3, write_eagle3
 from jaxspec.packing import Sample, pack
 from jaxspec.params import place_params
 from jaxspec.rl.distill import make_distill_step
@@ -18,7 +20,8 @@ from jaxspec.rl.optimizers import init_optimizer, make_optimizer
 from jaxspec.rl.state import ModelState
 from jaxspec.training.batches import place_rows, reply_samples
 from jaxspec.training.console import Progress
-from jaxspec.training.setup import Run
+from jaxspec.training.setup import Run, build
+from jaxspec.training.texts import read_samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,44 @@ def warm_up(run: Run, policy_params: Any, progress: Progress) -> WarmUp:
         return initial_draft(run, policy_params, [])
     samples = policy_replies(run, policy_params, settings, progress)
     return fit(run, policy_params, samples, settings, progress)
+
+
+def warm_up_to_folder(experiment: Experiment, out: str, texts: str = "") -> WarmUp:
+    """Fits a draft and writes it as an EAGLE-3 folder.
+
+    Args:
+      experiment: the policy, the draft and how it is fitted.
+      out: folder to write; must not exist, or be empty.
+      texts: a JSONL of texts to fit to; the policy replies to training prompts when "".
+
+    Raises:
+      ValueError: if there is no draft or no warm-up in the settings, or the folder is in use.
+    """
+    settings = experiment.draft.warm_up
+    if not experiment.draft.enabled or settings is None:
+        raise ValueError("DraftConfig.enabled must be True and DraftConfig.warm_up set")
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty; name another folder")
+    with Progress(settings.steps, title=f"{experiment.name}: warming up a draft") as progress:
+        progress.phase("loading the policy")
+        run, params = build(experiment)
+        if run.experiment.policy.sft is not None:
+            raise ValueError("PolicyConfig.sft is set: there is no stored policy to fit a draft to")
+        if texts:
+            samples = read_samples(run, texts)
+        else:
+            samples = policy_replies(run, params, settings, progress)
+        fitted = fit(run, params, samples, settings, progress)
+        weights = jax.tree.map(np.asarray, fitted.weights)
+        write_eagle3(folder, run.draft.config, weights, run.model)
+    last = fitted.history[-1] if fitted.history else {}
+    shown = ("draft_loss", "expected_acceptance_length", "top1_pass_1")
+    rows = {name.replace("_", " "): f"{last[name]:.3f}" for name in shown if name in last}
+    rows["vocabulary covers"] = f"{fitted.coverage:.1%} of reply tokens"
+    rows["written to"] = str(folder)
+    progress.summary(f"Fitted to {len(samples)} texts in {settings.steps} steps", rows)
+    return fitted
 
 
 def policy_replies(
@@ -75,8 +116,6 @@ def initial_draft(run: Run, policy_params: Any, samples: Sequence[Sample]) -> Wa
     """Returns the draft before any fit: stored, or fresh with a vocabulary counted from samples."""
     draft, settings = run.draft, run.experiment.draft
     if settings.source:
-        from jaxspec.io.draft_formats import read_eagle3
-
         _, weights = read_eagle3(settings.source, run.model)
         params = place_params(draft.param_table(), weights.params, run.mesh)
         buffers = place_params(draft.buffer_table(), weights.buffers, run.mesh)
