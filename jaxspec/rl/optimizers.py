@@ -42,8 +42,10 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self):
-        if self.learning_rate < 0:
-            raise ValueError(f"OptimizerConfig.learning_rate={self.learning_rate} is negative")
+        if not 0 <= self.learning_rate < 1e3:
+            raise ValueError(
+                f"OptimizerConfig.learning_rate={self.learning_rate} is not within 0..1000"
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"OptimizerConfig.schedule is {self.schedule!r}; known schedules: {SCHEDULES}"
@@ -94,9 +96,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def optimizer_shardings(
-    optimizer: optax.GradientTransformation, table: Table, mesh: Mesh
-) -> Any:
+def optimizer_shardings(optimizer: optax.GradientTransformation, table: Table, mesh: Mesh) -> Any:
     """Returns shardings for the optimiser's state: moments lie like their parameters."""
     state = jax.eval_shape(optimizer.init, abstract_params(table))
     return optax.tree_map_params(

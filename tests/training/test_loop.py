@@ -14,6 +14,7 @@ import pytest
 import jaxspec
 from jaxspec.io.draft_formats import read_eagle3
 from jaxspec.io.safetensors import read_policy
+from jaxspec.training.batches import build_microbatches
 from jaxspec.training.metrics import read_metrics
 
 Optimizer = jaxspec.OptimizerConfig
@@ -166,10 +167,15 @@ def test_used_or_foreign_folders_are_refused(whole):
         jaxspec.train(other, whole.workdir, stream=io.StringIO())
 
 
-def test_nonfinite_updates_stop_the_run_with_the_batch_saved(tmp_path):
+def test_nonfinite_updates_stop_the_run_with_the_batch_saved(tmp_path, monkeypatch):
+    def spoiled(*args, **kwargs):
+        made = build_microbatches(*args, **kwargs)
+        batch = made.batch.replace(advantages=made.batch.advantages * np.nan)
+        return dataclasses.replace(made, batch=batch)
+
+    monkeypatch.setattr("jaxspec.training.collect.build_microbatches", spoiled)
     broken = dataclasses.replace(
         micro(max_nonfinite_in_a_row=2),
-        policy_optimizer=Optimizer(learning_rate=float("inf")),
         evaluation=jaxspec.EvaluationConfig(prompts=0, speed_trials=0),
     )
     with pytest.raises(ValueError, match="2 updates in a row"):
