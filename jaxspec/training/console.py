@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import absl.logging
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -200,6 +201,8 @@ def run_app(run: Callable[[], Any]) -> int:
     Returns:
       The exit code: 0, 1 after a mistake, 130 after Ctrl-C.
     """
+    # The libraries' own progress notes would drown ours.
+    absl.logging.set_verbosity(absl.logging.WARNING)
     try:
         run()
     except KeyboardInterrupt:

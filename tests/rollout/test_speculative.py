@@ -13,7 +13,7 @@ from jaxspec.models import policy
 from jaxspec.models.config import ModelConfig
 from jaxspec.params import init_params
 from jaxspec.rollout.config import RolloutConfig
-from jaxspec.rollout.processors import SamplingConfig, process_logits
+from jaxspec.rollout.processors import SamplingConfig
 from jaxspec.rollout.sampler import Sampler
 
 MODEL = ModelConfig(
@@ -29,6 +29,7 @@ MODEL = ModelConfig(
     max_position_embeddings=256,
 )
 STOP = 6
+ROWS, TEMPERATURE = 1024, 0.7
 PROMPTS = [np.array([1, 2, 3]), np.array([4, 0, 5, 2, 2, 1, 3]), np.array([5])]
 
 
@@ -54,8 +55,9 @@ def weights(params):
 
 
 def sampler(devices=1, draft=True, **settings):
-    sampling = SamplingConfig(temperature=settings.pop("temperature", 1.0))
-    fields = {"max_new_tokens": 12, "batch_size": 8, "prompt_buckets": (8,), "num_draft_tokens": 3}
+    sampling = SamplingConfig(temperature=settings.pop("temperature", TEMPERATURE))
+    fields = {"max_new_tokens": 12, "batch_size": ROWS, "prompt_buckets": (8,)}
+    fields["num_draft_tokens"] = 3
     config = RolloutConfig(sampling=sampling, **(fields | settings))
     mesh = make_mesh(MeshConfig(data=devices))
     return Sampler(MODEL, config, mesh, (STOP,), draft_of() if draft else None)
@@ -66,15 +68,15 @@ def speculative():
     return sampler()
 
 
-def policy_log_probs(params, tokens):
-    """Log-probabilities of the next token at every position of one sequence."""
+def policy_logits(params, tokens):
+    """Logits of the next token at every position of one sequence."""
     tokens = jnp.asarray(tokens)[None]
     positions = jnp.arange(tokens.shape[1])[None]
     intervals = spec.causal_intervals(jnp.ones_like(tokens), positions)
     out = policy.forward(
         params, MODEL, tokens, positions, lambda q, k, v: blockwise.attend(q, k, v, intervals)[0]
     )
-    return jax.nn.log_softmax(out.hidden[0] @ policy.head(params).T, axis=-1)
+    return out.hidden[0] @ policy.head(params).T
 
 
 def test_logprobs_equal_a_teacher_forced_pass(speculative, params, weights):
@@ -83,10 +85,10 @@ def test_logprobs_equal_a_teacher_forced_pass(speculative, params, weights):
         n = result.lengths[i]
         reply = result.tokens[i, :n]
         whole = np.concatenate([prompt, reply])
-        want = policy_log_probs(params, whole)[len(prompt) - 1 : -1]
-        want = np.asarray(want)[np.arange(n), reply]
-        np.testing.assert_allclose(result.logprobs[i, :n], want, atol=1e-5)
-        np.testing.assert_allclose(result.raw_logprobs[i, :n], want, atol=1e-5)
+        logits = policy_logits(params, whole)[len(prompt) - 1 : -1]
+        for got, temperature in ((result.logprobs, TEMPERATURE), (result.raw_logprobs, 1.0)):
+            want = np.asarray(jax.nn.log_softmax(logits / temperature))[np.arange(n), reply]
+            np.testing.assert_allclose(got[i, :n], want, atol=1e-5)
         assert not result.logprobs[i, n:].any() and not result.tokens[i, n:].any()
 
 
@@ -139,43 +141,47 @@ def test_greedy_equals_plain_greedy(params, weights):
     assert plain.accepted.shape[1] == 0 and fast.verifies.sum() < plain.verifies.sum()
 
 
-def enumerate_pairs(params, prompt, config):
+def enumerate_pairs(params, prompt):
     """Probability of every (first, second) reply token under plain decoding; STOP ends a reply."""
     pairs = np.zeros((7, 7))
-    first = np.exp(np.asarray(process_logits(policy_log_probs(params, prompt)[-1:], config)))[0]
+    first = np.asarray(jax.nn.softmax(policy_logits(params, prompt)[-1] / TEMPERATURE))
     for a in range(7):
-        if a == STOP:
-            pairs[a, 0] = first[a]
-            continue
-        logits = policy_log_probs(params, np.append(prompt, a))[-1:]
-        pairs[a] = first[a] * np.exp(np.asarray(process_logits(logits, config)))[0]
+        logits = policy_logits(params, np.append(prompt, a))[-1]
+        second = np.asarray(jax.nn.softmax(logits / TEMPERATURE))
+        pairs[a] = first[a] * (second if a != STOP else np.eye(7)[0])
     return pairs
 
 
+def chi_square(counts, want):
+    """Returns the statistic over the likely pairs, and a value it exceeds once in 10^6 runs."""
+    expected = want * counts.sum()
+    likely = expected > 5
+    statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+    freedom = likely.sum() - 1
+    return statistic, freedom + 5 * np.sqrt(2 * freedom) + 10
+
+
 @pytest.mark.parametrize("draft_temperature", [1.0, 0.0])
-def test_replies_follow_the_policy(params, weights, draft_temperature):
-    rows = 4096
-    config = SamplingConfig(temperature=0.7)
-    run = sampler(
-        max_new_tokens=3, batch_size=rows, temperature=0.7, draft_temperature=draft_temperature
-    )
+def test_replies_follow_the_policy(params, weights, speculative, draft_temperature):
+    run = speculative if draft_temperature else sampler(draft_temperature=0.0)
     prompt = PROMPTS[1]
-    want = enumerate_pairs(params, prompt, config)
+    want = enumerate_pairs(params, prompt)
     counts = np.zeros((7, 7))
-    for seed in range(3):
-        key = jax.random.key(100 + seed)
-        result = run(params, weights, [prompt], key, samples_per_prompt=rows)
+    for seed in range(8):
+        result = run(
+            params,
+            weights,
+            [prompt] * ROWS,
+            jax.random.key(100 + seed),
+            max_new_tokens=3,
+        )
         second = np.where(result.lengths > 1, result.tokens[:, 1], 0)
         np.add.at(counts, (result.tokens[:, 0], second), 1)
-    total = counts.sum()
-    likely = want * total > 5
-    assert counts[~likely].sum() <= want[~likely].sum() * total + 30
-    chi2 = ((counts - want * total)[likely] ** 2 / (want * total)[likely]).sum()
-    freedom = likely.sum() - 1
-    assert chi2 < freedom + 5 * np.sqrt(2 * freedom)
-    wrong = np.roll(want, 1, axis=1)
-    chi2_wrong = ((counts - wrong * total)[likely] ** 2 / (wrong * total + 1e-9)[likely]).sum()
-    assert chi2_wrong > freedom + 5 * np.sqrt(2 * freedom)
+    statistic, limit = chi_square(counts, want)
+    assert statistic < limit
+    # The same counts do not pass for a distribution that is a little off.
+    tilted = want * (1 + 0.2 * (np.arange(7) % 2))
+    assert chi_square(counts, tilted / tilted.sum())[0] > limit
 
 
 @pytest.mark.parametrize(
