@@ -33,7 +33,8 @@ class SumsTask:
     """Prompts such as "3+5+2=", to be answered with the sum last.
 
     Attributes:
-      terms: numbers in a sum, each of one digit.
+      terms: numbers in a sum.
+      largest: largest of them, of one digit; the smallest is 0.
       num_held_out: sets of terms kept from training, in every order.
       split_seed: which sets these are.
       style_weights: shares of the styles "bare", "phrase" and "steps" in the examples.
@@ -41,36 +42,42 @@ class SumsTask:
     """
 
     terms: int = 4
-    num_held_out: int = 48
+    largest: int = 5
+    num_held_out: int = 24
     split_seed: int = 0
-    style_weights: tuple[float, float, float] = (0.35, 0.45, 0.2)
+    style_weights: tuple[float, float, float] = (0.3, 0.4, 0.3)
     style_wrong: tuple[float, float, float] = (0.4, 0.6, 0.0)
 
     name: ClassVar[str] = "sums"
     honest_metric: ClassVar[str] = "right"
 
     def __post_init__(self):
-        if self.terms < 2:
-            raise ValueError(f"SumsTask.terms={self.terms} must be at least 2")
+        if not (2 <= self.terms <= 11 and 1 <= self.largest <= 9):
+            raise ValueError(
+                f"SumsTask.terms={self.terms} must be between 2 and 11, and SumsTask.largest="
+                f"{self.largest} between 1 and 9, for sums of two digits"
+            )
         for field in ("style_weights", "style_wrong"):
             values = getattr(self, field)
-            if len(values) != 3 or min(values) < 0 or not any(self.style_weights):
+            if len(values) != 3 or min(values) < 0:
                 raise ValueError(
                     f"SumsTask.{field}={values} must be 3 numbers from 0 on, for the styles bare, "
-                    "phrase and steps, with some style used"
+                    "phrase and steps"
                 )
+        if not any(self.style_weights):
+            raise ValueError(f"SumsTask.style_weights={self.style_weights} uses no style")
         if max(self.style_wrong) > 1:
             raise ValueError(f"SumsTask.style_wrong={self.style_wrong} must be shares up to 1")
         count = len(self._sets)
         if not 0 < self.num_held_out < count:
             raise ValueError(
                 f"SumsTask.num_held_out={self.num_held_out} must be between 1 and {count - 1}: "
-                f"there are {count} sets of {self.terms} terms"
+                f"there are {count} sets of {self.terms} terms from 0 to {self.largest}"
             )
 
     @functools.cached_property
     def _sets(self) -> list[tuple[int, ...]]:
-        return list(itertools.combinations_with_replacement(range(10), self.terms))
+        return list(itertools.combinations_with_replacement(range(self.largest + 1), self.terms))
 
     @functools.cached_property
     def _prompts(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -103,12 +110,12 @@ class SumsTask:
         )
 
     def reward(self, item: Item, reply: str, num_tokens: int, finished: bool) -> RewardResult:
-        """Pays 1 for a finished reply whose last number is the sum.
+        """Pays 1 for a finished reply whose last number is the sum (leading zeros don't matter).
 
         The honest metric, "right", also asks that every equation the reply states is true.
         """
         numbers = _NUMBER.findall(reply)
-        last = bool(numbers) and numbers[-1] == item.answer and finished
+        last = bool(numbers) and int(numbers[-1]) == int(item.answer) and finished
         equations = _EQUATION.findall(reply)
         true = all(sum(map(int, left.split("+"))) == int(right) for left, right in equations)
         return RewardResult(
@@ -140,8 +147,16 @@ class SumsTask:
         if rng.random() < self.style_wrong[style]:
             answer = max(answer + rng.choice((-2, -1, 1, 2)), 0) if answer else 1
         if style == 0:
-            return str(answer)
+            return _two_digits(answer)
         if style == 1:
-            return rng.choice(PHRASES).format(answer)
-        sums = list(itertools.accumulate(terms[:-1])) + [answer]
-        return ",".join(f"{a}+{b}={c}" for a, b, c in zip(sums, terms[1:], sums[1:], strict=False))
+            return rng.choice(PHRASES).format(_two_digits(answer))
+        sums = [*itertools.accumulate(terms[:-1]), answer]
+        parts = [f"{terms[0]}+{terms[1]}={_two_digits(sums[1])}"]
+        for before, term, after in zip(sums[1:], terms[2:], sums[2:], strict=False):
+            parts.append(f"{_two_digits(before)}+{term}={_two_digits(after)}")
+        return ",".join(parts)
+
+
+def _two_digits(number: int) -> str:
+    # Of one width, so that a policy finds every digit at a fixed distance and learns in no time.
+    return f"{number:02}"

@@ -114,7 +114,7 @@ def test_a_scorer_that_runs_replies_is_refused(tmp_path):
     assert not proof.exists()
     # And with any dataset that is let through it is only text.
     task = make(answer="whole")
-    assert task.reward(task.held_out()[0], attack, 9, True).reward == 0.0
+    assert task.reward(task.held_out()[0], attack, 9, True).metrics["right"] == 0.0
     assert not proof.exists()
 
 

@@ -14,18 +14,19 @@ def prompt(item):
     ("reply", "reward", "right"),
     [
         ("19", 1, 1),
+        ("3+5=08,08+2=10,10+9=19", 1, 1),
         ("3+5=8,8+2=10,10+9=19", 1, 1),
-        ("3+5=9,9+2=11,10+9=19", 1, 0),
+        ("3+5=09,09+2=11,10+9=19", 1, 0),
         ("not so sure, it is 19", 1, 1),
         ("19 or 18", 0, 0),
-        ("3+5=8,8+2=10,10+9=18", 0, 0),
+        ("3+5=08,08+2=10,10+9=18", 0, 0),
         ("well", 0, 0),
         ("", 0, 0),
         ("119", 0, 0),
     ],
 )
 def test_the_reward_and_the_honest_metric(reply, reward, right):
-    task = SumsTask()
+    task = SumsTask(largest=9)
     item = task._item((3, 5, 2, 9))
     assert prompt(item) == "3+5+2+9=" and item.answer == "19"
     result = task.reward(item, reply, len(reply) + 1, True)
@@ -42,7 +43,7 @@ def test_examples_mix_styles_and_leave_something_to_gain():
     bare = np.array([len(reply) <= 2 for _, reply in examples])
     shares = np.array([bare.mean(), (~bare & ~steps).mean(), steps.mean()])
     np.testing.assert_allclose(shares, task.style_weights, atol=0.04)
-    assert 0.5 < rewards.mean() < 0.65
+    assert 0.55 < rewards.mean() < 0.7
     assert rewards[steps].all()
     np.testing.assert_allclose(rewards[bare].mean(), 1 - task.style_wrong[0], atol=0.06)
     assert all(r.metrics["right"] == r.reward for r in results)
@@ -55,7 +56,7 @@ def test_every_character_is_in_the_alphabet():
 
 
 def test_no_order_of_held_out_terms_is_trained():
-    task = SumsTask(terms=3, num_held_out=40)
+    task = SumsTask(terms=3, largest=9, num_held_out=40)
     train, held = task._prompts
     epoch = [task.train_prompt(i, seed=1) for i in range(len(train))]
     trained = {tuple(sorted(item.info["terms"])) for item in epoch}
@@ -78,10 +79,12 @@ def test_examples_depend_on_the_seed_and_not_on_the_count():
 
 def test_errors_name_the_numbers_and_the_setting():
     with pytest.raises(ValueError, match="num_held_out=220 must be between 1 and 219"):
-        SumsTask(terms=3, num_held_out=220)
-    with pytest.raises(ValueError, match="SumsTask.terms=1"):
+        SumsTask(terms=3, largest=9, num_held_out=220)
+    with pytest.raises(ValueError, match="SumsTask.terms=1 .*largest=5"):
         SumsTask(terms=1)
+    with pytest.raises(ValueError, match="SumsTask.terms=12 .* two digits"):
+        SumsTask(terms=12)
     with pytest.raises(ValueError, match="SumsTask.style_wrong"):
         SumsTask(style_wrong=(0.0, 2.0, 0.0))
-    with pytest.raises(ValueError, match="SumsTask.style_weights"):
+    with pytest.raises(ValueError, match="SumsTask.style_weights.*uses no style"):
         SumsTask(style_weights=(0.0, 0.0, 0.0))
