@@ -316,7 +316,7 @@ def test_shapes_that_disagree():
         verify_lib.verify(target, tokens, jnp.zeros((2, 2, 4)), keys, vocab_ids=jnp.arange(3))
 
 
-ROWS = 150_000
+ROWS = 100_000
 
 
 def draft_and_verify(key, policy, draft, *, k, rows):
