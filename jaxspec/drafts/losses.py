@@ -66,11 +66,9 @@ def row_losses(
     log_q = jax.nn.log_softmax(student, axis=-1)
     log_p_draft = jax.nn.log_softmax(teacher, axis=-1)
     log_p = log_p_draft if log_normaliser is None else teacher - log_normaliser[..., None]
-    q = jnp.exp(log_q)
+    q, p = jnp.exp(log_q), jnp.exp(log_p)
 
-    log_common = jnp.minimum(log_p, log_q)
-    log_acceptance = jax.nn.logsumexp(log_common, axis=-1)
-    acceptance = jnp.minimum(jnp.exp(log_acceptance), 1.0)
+    acceptance = jnp.minimum(jnp.sum(jnp.minimum(p, q), axis=-1), 1.0)
     if objective in ("cross_entropy", "lk_hybrid"):
         p_draft = jnp.exp(log_p_draft)
         # A probability of exactly 0 leaves out its term even where log q is -inf.
@@ -78,8 +76,8 @@ def row_losses(
         entropy_grad = q - p_draft
     if objective in ("tv", "lk_hybrid"):
         # sum_v q_v = 1, so 1 - a = sum_v max(q_v - p_v, 0): no cancellation, 0 where q = p.
-        over = log_q > log_p
-        distance = jnp.sum(jnp.where(over, q - jnp.exp(log_p), 0.0), axis=-1)
+        over = q > p
+        distance = jnp.sum(jnp.where(over, q - p, 0.0), axis=-1)
         excess = jnp.where(over, q, 0.0)
         distance_grad = excess - q * jnp.sum(excess, axis=-1, keepdims=True)
 
@@ -89,6 +87,8 @@ def row_losses(
         loss, grad = distance, distance_grad
     elif objective == "lk":
         # In logarithms throughout, so that it holds where acceptance underflows.
+        log_common = jnp.minimum(log_p, log_q)
+        log_acceptance = jax.nn.logsumexp(log_common, axis=-1)
         share = jnp.exp(log_common - log_acceptance[..., None])
         under = jnp.where(log_q < log_p, share, 0.0)
         loss = jnp.maximum(-log_acceptance, 0.0)
