@@ -82,8 +82,8 @@ def test_errors_name_the_numbers_and_the_setting():
         SumsTask(terms=3, largest=9, num_held_out=220)
     with pytest.raises(ValueError, match="SumsTask.terms=1 .*largest=5"):
         SumsTask(terms=1)
-    with pytest.raises(ValueError, match="SumsTask.terms=12 .* two digits"):
-        SumsTask(terms=12)
+    with pytest.raises(ValueError, match="SumsTask.terms=6 .*every prompt is listed"):
+        SumsTask(terms=6)
     with pytest.raises(ValueError, match="SumsTask.style_wrong"):
         SumsTask(style_wrong=(0.0, 2.0, 0.0))
     with pytest.raises(ValueError, match="SumsTask.style_weights.*uses no style"):
