@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+# Nearly all of a test's time is compilation, and nothing here is timed.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 from jaxtyping import install_import_hook  # noqa: E402

@@ -211,7 +211,11 @@ class Eagle3:
         flat = attended.reshape(*attended.shape[:-2], -1).astype(residual.dtype)
         y = residual + blocks.linear(flat, params["o"], dtype)
         h = blocks.rms_norm(y, params["mlp_norm"], c.rms_norm_eps)
-        return y + blocks.gated_mlp(h, params["gate"], params["up"], params["down"], dtype)
+
+        def product(x: Array, kernel: Array) -> Array:
+            return blocks.linear(x, kernel, dtype)
+
+        return y + blocks.gated_mlp(h, params["gate"], params["up"], params["down"], product)
 
     def logits(
         self, params: Any, hidden: Float[Array, "*batch dim"], dtype: str
@@ -455,8 +459,8 @@ class Eagle3:
         """
         self._check_ahead(batch)
         view = jax.lax.stop_gradient(view)
-        # A kernel must vary over the mesh axes of what it multiplies; the transpose of the mark sums
-        # the gradients of those that the caller holds replicated.
+        # A kernel must vary over the mesh axes of what it multiplies; the transpose of the mark
+        # sums the gradients of those that the caller holds replicated.
         local = jax.tree.leaves((view, batch))
         axes = frozenset().union(*map(compat.varying_axes, local))
         params = compat.vary(params, sorted(axes))

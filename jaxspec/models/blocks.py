@@ -6,6 +6,7 @@ and accumulate in float32.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,22 @@ def _linear_bwd(dtype, residuals, grad):
 
 
 linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def decode_linear(
+    x: Float[Array, "*batch inputs"], kernel: Float[Array, "outputs inputs"]
+) -> Float[Array, "*batch outputs"]:
+    """Multiplies a few rows by a kernel stored [out, in], in the kernel's dtype.
+
+    With the kernel first, the product of up to some 50 rows on a CPU runs 1.3 to 3 times faster
+    than `x @ kernel`: the large operand is read in place and only the small one is rearranged.
+    """
+    out = jnp.promote_types(kernel.dtype, jnp.float32)
+    flat = x.reshape(-1, x.shape[-1]).astype(kernel.dtype)
+    y = jnp.einsum("oi,ni->on", kernel, flat, preferred_element_type=out)
+    # Without the barrier the compiler would swap the operands to save the transpose.
+    y = jax.lax.optimization_barrier(y)
+    return y.T.reshape(*x.shape[:-1], -1)
 
 
 def rope_frequencies(
@@ -132,15 +149,15 @@ def rope(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+Product = Callable[[Array, Array], Array]
+"""(x [.., inputs], kernel) -> [.., outputs]: `linear` or `decode_linear` with its dtype bound."""
+
+
 def gated_mlp(
-    x: Float[Array, "*batch dim"],
-    gate: Float[Array, "dim ffn"],
-    up: Float[Array, "dim ffn"],
-    down: Float[Array, "ffn dim"],
-    dtype: str,
+    x: Float[Array, "*batch dim"], gate: Array, up: Array, down: Array, product: Product
 ) -> Float[Array, "*batch dim"]:
     """SwiGLU MLP (arXiv 2002.05202)."""
-    return linear(jax.nn.silu(linear(x, gate, dtype)) * linear(x, up, dtype), down, dtype)
+    return product(jax.nn.silu(product(x, gate)) * product(x, up), down)
 
 
 def cached_attention(
@@ -159,12 +176,18 @@ def cached_attention(
         # XLA has no batched product of bfloat16 into float32 there.
         wide = jnp.promote_types(keys.dtype, jnp.float32)
         keys, values = keys.astype(wide), values.astype(wide)
-    grouped = q.reshape(batch, time, kv_heads, q_heads // kv_heads, dim).astype(keys.dtype)
-    scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
-    visible = jnp.arange(slots)[None, None] <= last_slot[..., None]
-    scores = jnp.where(visible[:, None, None], scores * dim**-0.5, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    out = jnp.einsum("bkgts,bksd->btkgd", weights, values, preferred_element_type=jnp.float32)
+    # One batch axis for sequences and heads together: XLA's CPU product is fastest so.
+    group = q_heads // kv_heads
+    rows = q.reshape(batch, time, kv_heads, group, dim).astype(keys.dtype)
+    rows = jnp.swapaxes(rows, 1, 2).reshape(batch * kv_heads, time * group, dim)
+    keys, values = (x.reshape(batch * kv_heads, slots, dim) for x in (keys, values))
+    scores = jnp.einsum("nqd,nsd->nqs", rows, keys, preferred_element_type=jnp.float32)
+    visible = jnp.arange(slots) <= last_slot[:, None, :, None, None]
+    scores = scores.reshape(batch, kv_heads, time, group, slots) * dim**-0.5
+    weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
+    weights = weights.reshape(batch * kv_heads, time * group, slots).astype(values.dtype)
+    out = jnp.einsum("nqs,nsd->nqd", weights, values, preferred_element_type=jnp.float32)
+    out = jnp.swapaxes(out.reshape(batch, kv_heads, time, group, dim), 1, 2)
     return out.reshape(batch, time, q_heads, dim)
 
 

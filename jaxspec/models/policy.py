@@ -89,11 +89,11 @@ def queries_keys_values(
     cos: Float[Array, "*batch half"],
     sin: Float[Array, "*batch half"],
     config: ModelConfig,
-    dtype: str,
+    product: blocks.Product,
 ) -> tuple[Array, Array, Array]:
     """Projects a layer's input to rotated queries and keys and to values, each [.., heads, dim]."""
     h = blocks.rms_norm(x, layer["attn_norm"], config.rms_norm_eps)
-    q, k, v = (blocks.linear(h, layer[name], dtype) for name in ("q", "k", "v"))
+    q, k, v = (product(h, layer[name]) for name in ("q", "k", "v"))
     if config.qkv_bias:
         q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
     q, k, v = (y.reshape(*y.shape[:-1], -1, config.head_dim) for y in (q, k, v))
@@ -104,12 +104,16 @@ def queries_keys_values(
 
 
 def finish_layer(
-    layer: Params, x: Float[Array, "*batch dim"], attended: Array, config: ModelConfig, dtype: str
+    layer: Params,
+    x: Float[Array, "*batch dim"],
+    attended: Array,
+    config: ModelConfig,
+    product: blocks.Product,
 ) -> Float[Array, "*batch dim"]:
     """Adds the attention output and the MLP to the residual stream."""
-    x = x + blocks.linear(attended.reshape(*x.shape[:-1], -1), layer["o"], dtype)
+    x = x + product(attended.reshape(*x.shape[:-1], -1), layer["o"])
     h = blocks.rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    return x + blocks.gated_mlp(h, layer["gate"], layer["up"], layer["down"], dtype)
+    return x + blocks.gated_mlp(h, layer["gate"], layer["up"], layer["down"], product)
 
 
 def forward(
@@ -150,15 +154,18 @@ def forward(
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     tap_ids = jnp.asarray(taps, jnp.int32)
 
+    def product(x, kernel):
+        return blocks.linear(x, kernel, compute_dtype)
+
     def layer_step(carry, xs):
         x, tapped = carry
         index, layer = xs
         layer = whole(layer)
-        q, k, v = queries_keys_values(layer, x, cos, sin, config, compute_dtype)
+        q, k, v = queries_keys_values(layer, x, cos, sin, config, product)
         q, k, v = q.astype(compute_dtype), k.astype(compute_dtype), v.astype(compute_dtype)
         with jax.named_scope("attention"):
             attended = attend(q, k, v)
-        x = finish_layer(layer, x, attended.astype(x.dtype), config, compute_dtype)
+        x = finish_layer(layer, x, attended.astype(x.dtype), config, product)
         if taps:
             hit = (tap_ids == index)[:, None, None, None]
             tapped = jnp.where(hit, jax.lax.stop_gradient(x)[None], tapped)
@@ -190,10 +197,18 @@ def check_taps(taps: Sequence[int], num_layers: int) -> None:
         )
 
 
-def unstack_layers(params: Params, config: ModelConfig) -> list[Params]:
-    """Returns one parameter dict a layer, for the unrolled decoding step."""
+def decode_layers(params: Params, config: ModelConfig, compute_dtype: str) -> list[Params]:
+    """Lays the layers out for the unrolled decoding step, once outside its loop.
+
+    Returns:
+      One dict a layer, kernels [out, in] in the compute dtype (see `blocks.decode_linear`).
+    """
+
+    def one(value: Array, i: int) -> Array:
+        return value[i].T.astype(compute_dtype) if value.ndim == 3 else value[i]
+
     return [
-        {name: value[i] for name, value in params["layers"].items()}
+        {name: one(value, i) for name, value in params["layers"].items()}
         for i in range(config.num_layers)
     ]
 
@@ -207,19 +222,17 @@ def decode(
     cache: tuple[tuple[Array, Array], ...],
     *,
     taps: Sequence[int] = (),
-    compute_dtype: str = "float32",
 ) -> tuple[PolicyOutput, tuple[tuple[Array, Array], ...]]:
     """Appends a few tokens to every sequence's cache and runs the policy on them.
 
     Args:
       params: the policy's parameters (embedding and final norm are used).
-      layers: `unstack_layers(params)`, made once outside the decoding loop.
+      layers: from `decode_layers`; their dtype is that of the matrix products.
       config: the policy's shape.
       tokens: ids at positions start..start+time-1 of each sequence.
       start: [batch] slots already filled, which is also the first new position.
       cache: per layer (keys, values), each [batch, kv_heads, slots, head_dim].
       taps: 0-based layers whose output is returned.
-      compute_dtype: dtype of the matrix products' inputs.
 
     Returns:
       The output for the new rows and the cache with them written. Undoing rows needs nothing but a
@@ -231,11 +244,11 @@ def decode(
     x = params["embed"][tokens].astype(jnp.float32)
     tapped, new_cache = [], []
     for index, (layer, (keys, values)) in enumerate(zip(layers, cache, strict=True)):
-        q, k, v = queries_keys_values(layer, x, cos, sin, config, compute_dtype)
+        q, k, v = queries_keys_values(layer, x, cos, sin, config, blocks.decode_linear)
         keys = blocks.write_cache(keys, k, start)
         values = blocks.write_cache(values, v, start)
         attended = blocks.cached_attention(q, keys, values, positions)
-        x = finish_layer(layer, x, attended, config, compute_dtype)
+        x = finish_layer(layer, x, attended, config, blocks.decode_linear)
         new_cache.append((keys, values))
         if index in taps:
             tapped.append(x)

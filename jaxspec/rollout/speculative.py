@@ -89,7 +89,7 @@ def generate(
             stop_ids=stop_ids,
             compute_dtype=compute_dtype,
         )
-    layers = policy.unstack_layers(policy_params, model)
+    layers = policy.decode_layers(policy_params, model, compute_dtype)
 
     def body(state: SpecState) -> SpecState:
         keys = row_keys(key, row_ids, state.result.lengths)
@@ -106,7 +106,6 @@ def generate(
                 state.length,
                 state.cache,
                 taps=draft.tap_layers if draft else (),
-                compute_dtype=compute_dtype,
             )
             logits = _logits(output.hidden, policy_params, compute_dtype)
         return _verify_and_commit(

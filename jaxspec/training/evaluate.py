@@ -44,7 +44,8 @@ def evaluate(
         samples_per_prompt=1,
         with_draft=draft_weights is not None,
     )
-    record = {"name": name, "prompts": len(items)} | summarise(replies)
+    record = {"name": name, "prompts": len(items), "seconds": replies.seconds}
+    record |= summarise(replies)
     names = ["reward", *replies.metric_names]
     per_prompt = {metric: replies.metric(metric).tolist() for metric in names}
     per_prompt["reply_length"] = replies.result.lengths.tolist()

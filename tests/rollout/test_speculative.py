@@ -103,6 +103,7 @@ def test_bookkeeping_adds_up(speculative, params, weights):
         assert (result.rejected[i, n:] == -1).all()
         assert result.finished[i] == (result.tokens[i, n - 1] == STOP)
         assert (result.tokens[i, : n - 1] != STOP).all()
+    assert result.accepted.sum() > 0 and (result.rejected >= 0).sum() > 0
 
 
 @pytest.mark.parametrize("cap", [1, 2, 12])
@@ -138,7 +139,7 @@ def test_greedy_equals_plain_greedy(params, weights):
     drafted = sampler(temperature=0.0, draft_temperature=0.0)
     fast = drafted(params, weights, PROMPTS, jax.random.key(1))
     np.testing.assert_array_equal(plain.tokens, fast.tokens)
-    assert plain.accepted.shape[1] == 0 and fast.verifies.sum() < plain.verifies.sum()
+    assert plain.accepted.shape[1] == 0
 
 
 def enumerate_pairs(params, prompt):
