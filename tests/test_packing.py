@@ -142,6 +142,7 @@ def test_every_invariant_holds(samples, num_ahead, room, layout):
     check(samples, batch, num_ahead)
     assert batch.tokens.shape == (stats.rows + stats.padding_rows, length)
     assert batch.tokens.shape[0] % 3 == 0
+    assert stats.rows <= len(samples)
     held = (batch.segment_ids > 0).sum(1)
     assert stats.used == held.sum() and (held > 0).sum() == stats.rows
     assert stats.saved == sum(len(s.prompt) + len(s.reply) for s in samples) - held.sum() >= 0

@@ -98,11 +98,12 @@ def pack(
 ) -> tuple[PackedBatch, PackStats]:
     """Packs samples into rows; neither rows nor their order depend on the order of samples.
 
-    (Samples of one group and one length may trade places.) With shared prompts, all but the last
-    `num_ahead` tokens of a prompt are stored once for the replies to it in a row, and each reply
-    begins with a copy of the rest: pass d of a draft trains the rows from p - d - 1 on, where p
-    is the prompt's length, and these look ahead into the reply. A prompt of `num_ahead` tokens or
-    fewer is copied whole.
+    (Samples of one group and one length may trade places.) There are never more rows than samples.
+
+    With shared prompts, all but the last `num_ahead` tokens of a prompt are stored once for the
+    replies to it in a row, and each reply begins with a copy of the rest: pass d of a draft trains
+    the rows from p - d - 1 on, where p is the prompt's length, and these look ahead into the reply.
+    A prompt of `num_ahead` tokens or fewer is copied whole.
 
     Args:
       samples: documents to pack; none gives `rows_multiple` rows of padding.
