@@ -81,7 +81,7 @@ def make_distill_step(
         state: ModelState, buffers: Any, outer: Any, features: Features, batch: PackedBatch
     ) -> tuple[ModelState, Metrics]:
         grads, metrics = mapped(state.params, buffers, outer, features, batch)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         metrics = dict(metrics) | {"draft_grad_norm": (norm, jnp.float32(1))}
         return update_model(state, grads, optimizer, all_finite(norm, metrics)), metrics
 

@@ -28,18 +28,19 @@ class CoTrainState:
     Attributes:
       step: i32 scalar, updates made (skipped ones counted).
       key: typed PRNG key of the run; draws fold in what identifies them.
-      policy: the policy and its optimiser.
-      draft: the draft and its optimiser, or None when there is no draft.
+      policy: `ModelState` of the policy.
+      draft: `ModelState` of the draft, or None when there is no draft.
       draft_buffers: the draft's constants (its vocabulary).
       nonfinite_in_a_row: i32 scalar, updates skipped since the last one that was made.
     """
 
-    step: jax.Array
-    key: jax.Array
-    policy: ModelState
-    draft: ModelState | None
+    # Any, because tree transformations rebuild the class around specs and shapes.
+    step: Any
+    key: Any
+    policy: Any
+    draft: Any
     draft_buffers: Any
-    nonfinite_in_a_row: jax.Array
+    nonfinite_in_a_row: Any
 
     @property
     def draft_weights(self) -> DraftWeights | None:

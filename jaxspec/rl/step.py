@@ -275,7 +275,7 @@ def _score(step: _Step, params, rows, taps):
 def _apply(state: CoTrainState, gradients, metrics, optimizers):
     """Clips and updates each model by itself, unless something is not finite."""
     metrics = dict(metrics)
-    norms = {name: optax.global_norm(g) for name, g in gradients.items()}
+    norms = {name: optax.tree.norm(g) for name, g in gradients.items()}
     finite = all_finite(norms, metrics)
     new = {"policy": state.policy, "draft": state.draft}
     with jax.named_scope("update"):

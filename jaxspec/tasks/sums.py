@@ -46,7 +46,7 @@ class SumsTask:
     num_held_out: int = 24
     split_seed: int = 0
     style_weights: tuple[float, float, float] = (0.3, 0.4, 0.3)
-    style_wrong: tuple[float, float, float] = (0.4, 0.6, 0.0)
+    style_wrong: tuple[float, float, float] = (0.6, 0.8, 0.0)
 
     name: ClassVar[str] = "sums"
     honest_metric: ClassVar[str] = "right"

@@ -59,10 +59,10 @@ def build_microbatches(
     return Microbatches(batch=placed, used=count if samples else 0, stats=stats)
 
 
-def place_rows(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
-    """Puts a batch [row, token] on the mesh with its rows split over data."""
+def place_rows(tree: Any, mesh: Mesh) -> Any:
+    """Puts arrays [row, ...] on the mesh with their rows split over data."""
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    return jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
+    return jax.tree.map(lambda x: jax.device_put(x, sharding), tree)
 
 
 def reply_samples(

@@ -48,7 +48,7 @@ class TrainResult:
     """
 
     run: Run
-    state: CoTrainState
+    state: CoTrainState | None
     frozen: DraftWeights | None
     reference: Any
     records: list[dict[str, Any]]
