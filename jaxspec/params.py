@@ -106,6 +106,9 @@ def partition_spec(info: ParamInfo, mesh: Mesh) -> PartitionSpec:
                 f"mesh axis {axis!r} do not divide; change MeshConfig.{axis}"
             )
         entries.append(axis)
+    # Specs that mean the same but differ in trailing Nones would be compiled for twice.
+    while entries and entries[-1] is None:
+        entries.pop()
     return PartitionSpec(*entries)
 
 

@@ -13,9 +13,9 @@ from jaxspec.drafts.base import Draft, target_view
 from jaxspec.models import policy
 from jaxspec.models.config import ModelConfig
 from jaxspec.packing import PackedBatch
-from jaxspec.params import partition_specs
+from jaxspec.params import named_shardings, partition_specs
 from jaxspec.rl.forward import Features, gather, reduce_gradients, sum_over_data
-from jaxspec.rl.optimizers import all_finite
+from jaxspec.rl.optimizers import all_finite, optimizer_shardings
 from jaxspec.rl.state import ModelState
 from jaxspec.rl.step import Metrics, update_model
 
@@ -85,4 +85,8 @@ def make_distill_step(
         metrics = dict(metrics) | {"draft_grad_norm": (norm, jnp.float32(1))}
         return update_model(state, grads, optimizer, all_finite(norm, metrics)), metrics
 
-    return jax.jit(step, donate_argnums=(0,))
+    table = draft.param_table()
+    shardings = ModelState(
+        params=named_shardings(table, mesh), opt_state=optimizer_shardings(optimizer, table, mesh)
+    )
+    return jax.jit(step, donate_argnums=(0,), out_shardings=(shardings, None))

@@ -30,7 +30,7 @@ from jaxspec.rl.forward import (
 )
 from jaxspec.rl.losses import MAXIMA, LossConfig, policy_loss
 from jaxspec.rl.optimizers import all_finite
-from jaxspec.rl.state import CoTrainState, ModelState
+from jaxspec.rl.state import CoTrainState, ModelState, abstract_state
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -122,7 +122,23 @@ def make_rl_step(
     fixed_step = _Step(model, draft, config, mesh, temperature, compute_dtype)
     optimizers = {"policy": policy_optimizer, "draft": draft_optimizer}
 
-    @functools.partial(jax.jit, static_argnames=("update_draft",), donate_argnums=(0,))
+    described = abstract_state(
+        policy.param_table(model),
+        policy_optimizer,
+        mesh,
+        draft_table=draft.param_table() if draft else None,
+        draft_buffer_table=draft.buffer_table() if draft else None,
+        draft_optimizer=draft_optimizer,
+    )
+    # The state comes out lying as it went in, so that the next step is the same program.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, described)
+
+    @functools.partial(
+        jax.jit,
+        static_argnames=("update_draft",),
+        donate_argnums=(0,),
+        out_shardings=(shardings, None),
+    )
     def step(
         state: CoTrainState,
         batch: PackedBatch,
