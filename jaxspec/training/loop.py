@@ -185,7 +185,7 @@ def _start(run: Run, policy_params: Any, checkpoints, folder, progress) -> Train
     frozen = None
     if run.draft is not None:
         fitted = warm_up(run, policy_params, progress)
-        frozen = jax.tree.map(lambda x: jnp.array(x, copy=True), fitted.weights)
+        frozen = _copy(fitted.weights, _abstract(run)["frozen"])
         progress.event(f"draft vocabulary covers {fitted.coverage:.1%} of reply tokens")
     result.state = init_state(
         jax.random.key(experiment.training.seed),
@@ -199,12 +199,19 @@ def _start(run: Run, policy_params: Any, checkpoints, folder, progress) -> Train
     )
     result.frozen = frozen
     if experiment.step.loss.kl_coefficient > 0:
-        result.reference = jax.tree.map(lambda x: jnp.array(x, copy=True), policy_params)
+        result.reference = _copy(policy_params, _abstract(run)["reference"])
     progress.phase("evaluating the untrained policy")
     record, result.samples = evaluate(run, policy_params, frozen, "before training")
     if record:
         result.evaluations.append(record | {"step": 0})
     return result
+
+
+def _copy(tree: Any, described: Any) -> Any:
+    """Copies arrays that a donated state would take along, and lays them as described."""
+    return jax.tree.map(
+        lambda x, leaf: jax.device_put(jnp.array(x, copy=True), leaf.sharding), tree, described
+    )
 
 
 def _abstract(run: Run) -> dict[str, Any]:

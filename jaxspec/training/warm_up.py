@@ -89,9 +89,9 @@ def warm_up_to_folder(experiment: Experiment, out: str, texts: str = "") -> Warm
 def policy_replies(
     run: Run, policy_params: Any, settings: WarmUpConfig, progress: Progress
 ) -> list[Sample]:
-    """Returns the policy's plain replies to training prompts the run will not see first."""
+    """Returns the policy's plain replies to training prompts."""
     task, seed = run.experiment.task, run.experiment.training.seed
-    # Counted back from the end of the epoch, so that RL starts on other prompts.
+    # Draws before the first: an order of their own.
     items = [task.train_prompt(-1 - i, seed) for i in range(settings.prompts)]
     prompts = [run.encode_prompt(item) for item in items]
     sampler = run.sampler(with_draft=False)
