@@ -95,7 +95,7 @@ def test_shipped_configurations_are_sound(name):
         ("TrainingConfig.step=3", "did you mean 'steps'"),
         ("MeshConfig.tensor=2", "MeshConfig.tensor=2"),
         ("MeshConfig.data=5", "MeshConfig.data=5"),
-        ("RolloutConfig.prompt_buckets=(200,)", "PackingConfig.row_length|row_length=256"),
+        ("RolloutConfig.prompt_buckets=(240,)", "row_length=256"),
         ("SamplingConfig.top_k=5", "top_k=5"),
     ],
 )

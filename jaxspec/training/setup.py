@@ -290,7 +290,7 @@ def dry_run_table(experiment: Experiment) -> dict[str, str]:
     activations = 4 * rows * packing.row_length * kept * model.num_layers
     logits = 4 * experiment.step.logprob_chunk * model.vocab_size * 2
 
-    def size(number: float) -> str:
+    def size(number: Any) -> str:
         return f"{number / 2**30:.2f} GiB"
 
     trained = count + draft_count
