@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from jaxspec.io.policy import load_policy
 from jaxspec.io.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.mesh import MeshConfig, make_mesh
 from jaxspec.models import policy
+from jaxspec.models.policy import DecodeParams
 from jaxspec.params import place_params
 from jaxspec.rollout.config import RolloutConfig, RolloutResult
 from jaxspec.rollout.metrics import acceptance_metrics
@@ -46,13 +46,13 @@ class Generator:
     Attributes:
       tokenizer: text to ids and back.
       sampler: the compiled rollout.
-      policy_params: the policy.
+      policy: its parameters, laid out for decoding.
       draft_weights: the draft, or None.
     """
 
     tokenizer: Tokenizer
     sampler: Sampler
-    policy_params: Any
+    policy: DecodeParams
     draft_weights: DraftWeights | None
 
     def __call__(
@@ -71,7 +71,7 @@ class Generator:
         """
         ids = [self._encode(text, chat, system, i) for i, text in enumerate(prompts)]
         start = time.perf_counter()
-        result = self.sampler(self.policy_params, self.draft_weights, ids, jax.random.key(seed))
+        result = self.sampler(self.policy, self.draft_weights, ids, jax.random.key(seed))
         seconds = time.perf_counter() - start
         stops = set(self.sampler.stop_ids)
         texts = [
@@ -163,7 +163,7 @@ def load_generator(
         compute_dtype,
     )
     params = place_params(policy.param_table(loaded.config), loaded.params, devices)
-    return Generator(tokenizer, sampler, params, weights)
+    return Generator(tokenizer, sampler, sampler.prepare(params), weights)
 
 
 def read_prompts(text: str, source: str) -> list[str]:

@@ -38,6 +38,8 @@ __all__ = ["Eagle3", "Eagle3Config", "default_taps"]
 # Factor on the initial kernels that write into the residual stream: a fresh draft's layer then
 # hardly changes it, and the head reads the fused taps.
 RESIDUAL_SCALE = 0.3
+# What the fused feature keeps of the last tap at the start.
+LAST_TAP_SCALE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,10 @@ class Eagle3:
         vocab_ids: Int[np.ndarray, " draft_vocab"] | None = None,
         mesh: Mesh | None = None,
     ) -> DraftWeights:
-        """Draws fresh weights; the head starts as the policy's rows of the draft's vocabulary.
+        """Draws fresh weights near to what the policy itself would say.
+
+        The head starts as the policy's rows of the draft's vocabulary, and the fused feature as the
+        last tap with a little of the others.
 
         Args:
           key: typed PRNG key.
@@ -126,8 +131,10 @@ class Eagle3:
         table = dict(self.param_table())
         head_info = table.pop("lm_head")
         params = init_params(table, key, mesh)
-        for name in ("o", "down"):
+        for name in ("o", "down", "fc"):
             params[name] = params[name] * RESIDUAL_SCALE
+        through = jnp.eye(self.config.hidden_size) * LAST_TAP_SCALE
+        params["fc"] = params["fc"].at[-self.config.hidden_size :].add(through)
         sharding = None if mesh is None else NamedSharding(mesh, partition_spec(head_info, mesh))
 
         def head_rows(head: Array) -> Array:

@@ -197,8 +197,21 @@ def check_taps(taps: Sequence[int], num_layers: int) -> None:
         )
 
 
-def decode_layers(params: Params, config: ModelConfig, compute_dtype: str) -> list[Params]:
-    """Lays the layers out for the unrolled decoding step, once outside its loop.
+@flax.struct.dataclass
+class DecodeParams:
+    """A policy laid out for decoding.
+
+    Attributes:
+      params: the parameters as they are trained; prefill, embedding and head read them.
+      layers: from `decode_layers`, for the unrolled decoding step.
+    """
+
+    params: Any
+    layers: Any
+
+
+def decode_layers(layers: Params, num_layers: int, compute_dtype: str) -> list[Params]:
+    """Lays stacked layers out for `decode`; costs one copy of every weight.
 
     Returns:
       One dict a layer, kernels [out, in] in the compute dtype (see `blocks.decode_linear`).
@@ -207,15 +220,11 @@ def decode_layers(params: Params, config: ModelConfig, compute_dtype: str) -> li
     def one(value: Array, i: int) -> Array:
         return value[i].T.astype(compute_dtype) if value.ndim == 3 else value[i]
 
-    return [
-        {name: one(value, i) for name, value in params["layers"].items()}
-        for i in range(config.num_layers)
-    ]
+    return [{name: one(value, i) for name, value in layers.items()} for i in range(num_layers)]
 
 
 def decode(
-    params: Params,
-    layers: list[Params],
+    prepared: DecodeParams,
     config: ModelConfig,
     tokens: Int[Array, "batch time"],
     start: Int[Array, " batch"],
@@ -226,8 +235,7 @@ def decode(
     """Appends a few tokens to every sequence's cache and runs the policy on them.
 
     Args:
-      params: the policy's parameters (embedding and final norm are used).
-      layers: from `decode_layers`; their dtype is that of the matrix products.
+      prepared: the policy; the layers' dtype is that of the matrix products.
       config: the policy's shape.
       tokens: ids at positions start..start+time-1 of each sequence.
       start: [batch] slots already filled, which is also the first new position.
@@ -241,9 +249,9 @@ def decode(
     batch, time = tokens.shape
     positions = start[:, None] + jnp.arange(time)
     cos, sin = blocks.rope_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-    x = params["embed"][tokens].astype(jnp.float32)
+    x = prepared.params["embed"][tokens].astype(jnp.float32)
     tapped, new_cache = [], []
-    for index, (layer, (keys, values)) in enumerate(zip(layers, cache, strict=True)):
+    for index, (layer, (keys, values)) in enumerate(zip(prepared.layers, cache, strict=True)):
         q, k, v = queries_keys_values(layer, x, cos, sin, config, blocks.decode_linear)
         keys = blocks.write_cache(keys, k, start)
         values = blocks.write_cache(values, v, start)
@@ -252,6 +260,6 @@ def decode(
         new_cache.append((keys, values))
         if index in taps:
             tapped.append(x)
-    hidden = blocks.rms_norm(x, params["final_norm"], config.rms_norm_eps)
+    hidden = blocks.rms_norm(x, prepared.params["final_norm"], config.rms_norm_eps)
     joined = jnp.concatenate(tapped, axis=-1) if tapped else None
     return PolicyOutput(hidden=hidden, taps=joined), tuple(new_cache)

@@ -10,9 +10,20 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxspec.drafts.base import Draft, DraftWeights
+from jaxspec.models import policy
 from jaxspec.models.config import ModelConfig
 from jaxspec.rollout import speculative
 from jaxspec.rollout.config import RolloutConfig, RolloutResult
+
+
+@functools.cache
+def _layout_program(model: ModelConfig, mesh: Mesh, compute_dtype: str):
+    """Compiles the layout of the layers for decoding once for all samplers of a policy."""
+    whole = PartitionSpec()
+    lay_out = functools.partial(
+        policy.decode_layers, num_layers=model.num_layers, compute_dtype=compute_dtype
+    )
+    return jax.jit(jax.shard_map(lay_out, mesh=mesh, in_specs=whole, out_specs=whole))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +89,13 @@ class Sampler:
         )
         return jax.jit(sharded)
 
+    def prepare(self, policy_params: Any) -> policy.DecodeParams:
+        """Lays the policy out for decoding, once for any number of calls with these parameters."""
+        lay_out = _layout_program(self.model, self.mesh, self.compute_dtype)
+        return policy.DecodeParams(params=policy_params, layers=lay_out(policy_params["layers"]))
+
     def compilations(self) -> int:
-        """Returns how many programs were compiled so far."""
+        """Returns how many generation programs were compiled so far."""
         return self._program._cache_size()
 
     def __call__(
@@ -96,7 +112,7 @@ class Sampler:
         """Generates `samples_per_prompt` replies to each prompt, in order.
 
         Args:
-          policy_params: the policy's parameters.
+          policy_params: the policy's parameters, or what `prepare` made of them.
           draft_weights: the draft, when the sampler has one.
           prompts: token ids of each prompt.
           key: typed key; a sequence's draws depend on it and on the sequence's id alone.
@@ -116,6 +132,9 @@ class Sampler:
         per_call = self.config.batch_size // samples_per_prompt
         if not self.draft or not self.config.num_draft_tokens:
             draft_weights = None
+        prepared = policy_params
+        if not isinstance(prepared, policy.DecodeParams):
+            prepared = self.prepare(policy_params)
         # Only the prompts of one call share a bucket, so that one long prompt slows one call.
         results = []
         for start in range(0, len(prompts), per_call):
@@ -131,7 +150,7 @@ class Sampler:
             budgets = np.where(used, cap, 0).astype(np.int32)
             ids = np.arange(self.config.batch_size, dtype=np.int32)
             ids += first_row_id + start * samples_per_prompt
-            out = self._program(policy_params, draft_weights, padded, lengths, ids, budgets, key)
+            out = self._program(prepared, draft_weights, padded, lengths, ids, budgets, key)
             keep = len(part) * samples_per_prompt
             results.append(jax.tree.map(lambda x: np.asarray(x)[:keep], out))  # noqa: B023
         return jax.tree.map(lambda *parts: np.concatenate(parts), *results)

@@ -14,12 +14,15 @@ from jaxtyping import Array, Int, Key
 from jaxspec import compat
 from jaxspec.attention import blockwise, spec
 from jaxspec.drafts.base import Draft, DraftWeights
-from jaxspec.models import policy
+from jaxspec.models import blocks, policy
 from jaxspec.models.config import ModelConfig
 from jaxspec.rollout.config import DRAFT, POLICY, RolloutConfig, RolloutResult
 from jaxspec.rollout.processors import process_logits
 from jaxspec.rollout.sampling import Purpose, draw, purpose_keys, row_keys
 from jaxspec.rollout.verify import commit_block, verify
+
+# Up to so many rows the head is the first operand of its product (see `blocks.decode_linear`).
+_FEW_ROWS = 64
 
 
 @flax.struct.dataclass
@@ -44,7 +47,7 @@ class SpecState:
 
 
 def generate(
-    policy_params: Any,
+    prepared: policy.DecodeParams,
     draft_weights: DraftWeights | None,
     prompts: Int[Array, "prompts time"],
     prompt_lengths: Int[Array, " prompts"],
@@ -61,7 +64,7 @@ def generate(
     """Generates replies; batch / prompts sequences for each prompt, in order.
 
     Args:
-      policy_params: the policy's parameters, whole.
+      prepared: the policy laid out for decoding, whole.
       draft_weights: the draft, when `draft` is given.
       prompts: ids, padded on the right.
       prompt_lengths: tokens in each prompt, at least 1.
@@ -74,6 +77,7 @@ def generate(
       stop_ids: ids that end a reply.
       compute_dtype: dtype of matrix products and caches.
     """
+    policy_params = prepared.params
     with jax.named_scope("prefill"):
         state = _prefill(
             policy_params,
@@ -89,7 +93,6 @@ def generate(
             stop_ids=stop_ids,
             compute_dtype=compute_dtype,
         )
-    layers = policy.decode_layers(policy_params, model, compute_dtype)
 
     def body(state: SpecState) -> SpecState:
         keys = row_keys(key, row_ids, state.result.lengths)
@@ -99,8 +102,7 @@ def generate(
         with jax.named_scope("verify_forward"):
             block = jnp.concatenate([state.last_token[:, None], proposal], axis=1)
             output, cache = policy.decode(
-                policy_params,
-                layers,
+                prepared,
                 model,
                 block,
                 state.length,
@@ -334,6 +336,8 @@ def _append(result, commit, verdict, logits, active, config):
 
 def _logits(hidden, policy_params, compute_dtype):
     head = policy.head(policy_params).astype(compute_dtype)
+    if hidden.shape[0] * hidden.shape[1] <= _FEW_ROWS:
+        return blocks.decode_linear(hidden, head)
     return jnp.einsum(
         "btd,vd->btv", hidden.astype(compute_dtype), head, preferred_element_type=jnp.float32
     )

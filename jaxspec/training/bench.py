@@ -86,7 +86,7 @@ def bench_rollout(
     torch_models = {}
     if peer and peers.available():
         torch_models = {
-            d: peers.load_peer(model, plain.policy_params, d) for d in ("float32", "bfloat16")
+            d: peers.load_peer(model, plain.policy.params, d) for d in ("float32", "bfloat16")
         }
     for size in batch_sizes:
         part = (prompts * (size // len(prompts) + 1))[:size]
@@ -136,7 +136,7 @@ def _resized(generator: Any, size: int) -> Any:
 def _our_rate(generator: Any, prompts: Sequence[np.ndarray], trial: int) -> float:
     start = time.perf_counter()
     result = generator.sampler(
-        generator.policy_params, generator.draft_weights, prompts, jax.random.key(trial)
+        generator.policy, generator.draft_weights, prompts, jax.random.key(trial)
     )
     return int(result.lengths.sum()) / (time.perf_counter() - start)
 

@@ -263,9 +263,7 @@ def _co_train(result: TrainResult, checkpoints, writer, progress, stop, started)
             )
             if named:
                 result.evaluations.append(named | {"step": done})
-        late = training.max_minutes and _out_of_time(
-            started, durations, training.max_minutes, result.evaluations
-        )
+        late = training.max_minutes and _out_of_time(result, started, durations)
         ends = done == training.steps or bool(stop.requested) or bool(late)
         if checkpoints is not None and (done % checkpoint.every == 0 or ends):
             _save(checkpoints, result, done)
@@ -337,12 +335,16 @@ def _check_finite(result: TrainResult, data: StepData, limit: int) -> None:
     )
 
 
-def _out_of_time(started: float, durations: list[float], minutes: float, evaluations) -> bool:
+def _out_of_time(result: TrainResult, started: float, durations: list[float]) -> bool:
     """Whether another step, the last evaluations, exports and the report would be too late."""
+    settings, minutes = result.run.experiment.evaluation, result.run.experiment.training.max_minutes
     usual = float(np.median(durations[-8:]))
-    evaluated = max((sum(e.get("seconds", {}).values()) for e in evaluations), default=0.0)
-    # Two evaluations (either draft), the speed trials and their programs, exports and the report.
-    reserve = 3 * evaluated + 6 * usual + 30
+    rollout = float(np.median([r["seconds"]["rollout"] for r in result.records[-8:]]))
+    evaluated = max((sum(e.get("seconds", {}).values()) for e in result.evaluations), default=0.0)
+    # Either draft is evaluated, each batch size of the speed trials compiles two programs, and
+    # exports and the report take a while.
+    trials = len(settings.speed_batch_sizes) * ((settings.speed_trials + 1) * rollout + 40)
+    reserve = 2 * evaluated + (trials if settings.speed_trials else 0) + 20
     return time.monotonic() - started + usual + reserve > 60 * minutes
 
 

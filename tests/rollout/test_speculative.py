@@ -121,8 +121,8 @@ def test_rows_are_independent_of_their_batch(speculative, params, weights):
         n = together.lengths[i]
         assert alone.lengths[0] == n
         np.testing.assert_array_equal(alone.tokens[0, :n], together.tokens[i, :n])
-    # Nothing of one call is left over in the next.
-    again = speculative(params, weights, PROMPTS, key)
+    # Nothing of one call is left over in the next, nor in a policy laid out beforehand.
+    again = speculative(speculative.prepare(params), weights, PROMPTS, key)
     np.testing.assert_array_equal(again.tokens, together.tokens)
 
 
