@@ -165,6 +165,8 @@ class TrainingConfig:
       steps: co-training steps.
       prompts_per_step: prompts replied to in a step.
       samples_per_prompt: replies to each prompt, one group.
+      updates_per_step: updates that a step's groups are split over; above 1 the policy has moved
+        when the later ones are taken, and the clip of the loss holds it near the sampler's.
       max_minutes: wall-clock limit of the whole run, evaluation and report included; the steps end
         early to keep it. 0 is no limit.
       advantage: "grpo" (divided by the group's deviation) or "dr_grpo" (centred only).
@@ -177,6 +179,7 @@ class TrainingConfig:
     steps: int
     prompts_per_step: int
     samples_per_prompt: int
+    updates_per_step: int = 1
     max_minutes: float = 0.0
     advantage: str = "grpo"
     drop_zero_variance: bool = True
@@ -186,7 +189,12 @@ class TrainingConfig:
 
     def __post_init__(self):
         _positive(self, "steps", "prompts_per_step", "samples_per_prompt")
-        _positive(self, "max_nonfinite_in_a_row")
+        _positive(self, "updates_per_step", "max_nonfinite_in_a_row")
+        if self.prompts_per_step % self.updates_per_step:
+            raise ValueError(
+                f"TrainingConfig.prompts_per_step={self.prompts_per_step} is not a multiple of "
+                f"TrainingConfig.updates_per_step={self.updates_per_step}"
+            )
         if self.samples_per_prompt < 2:
             raise ValueError(
                 f"TrainingConfig.samples_per_prompt={self.samples_per_prompt}: group-relative "
@@ -295,6 +303,11 @@ class Experiment:
                 f"SamplingConfig.top_k={sampling.top_k}, top_p={sampling.top_p}, min_p="
                 f"{sampling.min_p}: training draws from the whole distribution, which the update "
                 "recomputes; set them to 0, 1 and 0"
+            )
+        if training.updates_per_step > 1 and self.step.loss.on_policy:
+            raise ValueError(
+                f"TrainingConfig.updates_per_step={training.updates_per_step}: after the first "
+                "update the replies are not the policy's own; set LossConfig.on_policy=False"
             )
         if self.draft.enabled and rollout.num_draft_tokens < 1:
             raise ValueError(

@@ -202,7 +202,7 @@ def _gradients(step: _Step, trained, fixed, batch, num_microbatches, policy_deno
     def body(i, carry):
         rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
         gradients, metrics = differentiate(local, rows)
-        return jax.tree.map(jnp.add, carry[0], gradients), _add_metrics(carry[1], metrics)
+        return jax.tree.map(jnp.add, carry[0], gradients), add_metrics(carry[1], metrics)
 
     shapes = jax.eval_shape(differentiate, local, jax.tree.map(lambda x: x[0], batch))
     zeros = zeros_like_shapes(shapes)
@@ -217,8 +217,8 @@ def _gradients(step: _Step, trained, fixed, batch, num_microbatches, policy_deno
     return gradients, metrics
 
 
-def _add_metrics(so_far: Metrics, more: Metrics) -> Metrics:
-    """Joins two microbatches' metrics: sums, but for those that are maxima."""
+def add_metrics(so_far: Metrics, more: Metrics) -> Metrics:
+    """Joins the metrics of two microbatches or updates: sums, but for those that are maxima."""
     return {
         name: jax.tree.map(jnp.maximum if name in MAXIMA else jnp.add, so_far[name], pair)
         for name, pair in more.items()

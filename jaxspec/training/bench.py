@@ -50,12 +50,14 @@ def show(rows: Rows, path: str = "") -> None:
 def in_turns(runs: dict[str, Callable[[int], float]], trials: int) -> dict[str, list[float]]:
     """Calls each function once to warm up, then `trials` times in turns; returns what they give."""
     values: dict[str, list[float]] = {name: [] for name in runs}
-    for trial in range(trials + 1):
-        names = list(runs) if trial % 2 else list(runs)[::-1]
-        for name in names:
-            value = runs[name](trial)
-            if trial:
-                values[name].append(value)
+    with Progress(0) as progress:
+        for trial in range(trials + 1):
+            names = list(runs) if trial % 2 else list(runs)[::-1]
+            for name in names:
+                progress.phase(f"timing {name}" if trial else f"warming up {name}", trial, trials)
+                value = runs[name](trial)
+                if trial:
+                    values[name].append(value)
     return values
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxspec.drafts.base import DraftWeights
-from jaxspec.rl.advantages import aggregation_weights, group_advantages
+from jaxspec.rl.advantages import Advantages, aggregation_weights, group_advantages
 from jaxspec.rl.rewards import Reply, Scores, score
 from jaxspec.rollout.config import RolloutResult
 from jaxspec.rollout.metrics import acceptance_metrics
@@ -49,19 +49,30 @@ class Replies:
 
 
 @dataclasses.dataclass(frozen=True)
+class Update:
+    """What one update takes.
+
+    Attributes:
+      batch: packed microbatches.
+      denominator: global denominator of the policy loss.
+    """
+
+    batch: Microbatches
+    denominator: float
+
+
+@dataclasses.dataclass(frozen=True)
 class StepData:
-    """A step's batch and what is known before the update.
+    """A step's batch and what is known before its updates.
 
     Attributes:
       replies: the rollout and its rewards.
-      batch: packed microbatches.
-      denominator: global denominator of the policy loss.
+      updates: those that have anything to learn from, in order.
       record: numbers for the log.
     """
 
     replies: Replies
-    batch: Microbatches
-    denominator: float
+    updates: list[Update]
     record: dict[str, Any]
 
 
@@ -111,7 +122,7 @@ def reply(
 def collect(
     run: Run, policy_params: Any, draft_weights: DraftWeights | None, step: int, key: jax.Array
 ) -> StepData:
-    """Gathers everything that update `step` (from 0) takes; depends on its arguments alone."""
+    """Gathers everything that step `step` (from 0) learns from; its arguments alone decide it."""
     training = run.experiment.training
     first = step * training.prompts_per_step
     items = [
@@ -133,32 +144,49 @@ def collect(
         replies.scores.rewards, groups, kind=training.advantage, valid=replies.scores.valid
     )
     keep = advantages.keep if training.drop_zero_variance else np.ones(len(groups), bool)
-    lengths = replies.result.lengths
-    weights, denominator = aggregation_weights(
-        run.experiment.step.loss.aggregation,
-        lengths,
-        run.experiment.rollout.max_new_tokens,
-        keep & (advantages.weights > 0),
-    )
-    samples = reply_samples(
-        replies.prompts, replies.result, each, advantage=advantages.values, weight=weights
-    )
-    batch = build_microbatches(
-        [sample for sample, kept in zip(samples, keep, strict=True) if kept],
-        run.experiment.packing,
-        num_ahead=run.num_ahead,
-        capacity=len(samples),
-        mesh=run.mesh,
-    )
+    parts = np.array_split(np.arange(len(groups)), training.updates_per_step)
+    made = [_update(run, replies, advantages, keep, part) for part in parts]
+    updates = [update for update in made if update.batch.used]
+    stats = [update.batch.stats for update in updates]
+    slots = sum(s.rows * s.row_length for s in stats)
+    filled = sum(s.used for s in stats)
     packed = time.perf_counter()
     record = summarise(replies) | {
         "zero_variance_groups": advantages.zero_variance,
         "groups_used": len(np.unique(groups[keep])),
         "invalid_rewards": advantages.invalid,
-        "packing_waste": batch.stats.waste,
+        "packing_waste": 1 - filled / slots if slots else 0.0,
         "seconds": replies.seconds | {"pack": packed - start},
     }
-    return StepData(replies=replies, batch=batch, denominator=denominator, record=record)
+    return StepData(replies=replies, updates=updates, record=record)
+
+
+def _update(
+    run: Run, replies: Replies, advantages: Advantages, keep: np.ndarray, part: np.ndarray
+) -> Update:
+    """Packs those of a step's replies whose indices are in `part` (whole groups)."""
+    mine = np.isin(np.arange(len(keep)), part)
+    weights, denominator = aggregation_weights(
+        run.experiment.step.loss.aggregation,
+        replies.result.lengths,
+        run.experiment.rollout.max_new_tokens,
+        mine & keep & (advantages.weights > 0),
+    )
+    samples = reply_samples(
+        replies.prompts,
+        replies.result,
+        run.experiment.training.samples_per_prompt,
+        advantage=advantages.values,
+        weight=weights,
+    )
+    batch = build_microbatches(
+        [samples[i] for i in part if keep[i]],
+        run.experiment.packing,
+        num_ahead=run.num_ahead,
+        capacity=len(part),
+        mesh=run.mesh,
+    )
+    return Update(batch=batch, denominator=denominator)
 
 
 def summarise(replies: Replies) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxspec.drafts.base import DraftWeights
+from jaxspec.rollout.config import RolloutResult
 from jaxspec.training.collect import Replies, reply, summarise
 from jaxspec.training.console import Progress
 from jaxspec.training.setup import Run
@@ -61,7 +62,8 @@ def measure_speed(
     """Times rollouts with and without the draft, interleaved, on the same prompts and budget.
 
     Returns:
-      A record for each batch size with seconds and tokens of every trial, with and without.
+      A record for each batch size: seconds and tokens of every trial, with and without, and the
+      tokens that a verify emitted.
     """
     settings = run.experiment.evaluation
     records = []
@@ -74,6 +76,7 @@ def measure_speed(
         # Both samplers share one layout, made before the clock runs.
         prepared = samplers["plain"].prepare(policy_params)
         trials: dict[str, list[dict[str, float]]] = {"draft": [], "plain": []}
+        verified: list[RolloutResult] = []
         # The first trial compiles and is thrown away.
         for trial in range(settings.speed_trials + 1):
             chosen = [items[(trial * size + i) % len(items)] for i in range(size)]
@@ -89,6 +92,12 @@ def measure_speed(
                 if trial:
                     tokens = int(np.sum(result.lengths))
                     trials[name].append({"seconds": seconds, "tokens": tokens})
+                    if name == "draft":
+                        verified.append(result)
             progress.phase(f"timing rollouts of {size}", trial, settings.speed_trials)
-        records.append({"batch_size": size} | trials)
+        verifies = sum(int(r.verifies.sum()) for r in verified)
+        emitted = sum(int((r.lengths - 1).sum()) for r in verified)
+        records.append(
+            {"batch_size": size, "acceptance_length": emitted / max(verifies, 1)} | trials
+        )
     return records

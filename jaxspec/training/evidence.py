@@ -56,6 +56,7 @@ class Speed:
       plain_seconds: seconds without, [pairs].
       plain_tokens: tokens generated without, [pairs].
       acceptance_length: tokens a verification emitted in these rollouts; None if not measured.
+      own: whether this is the batch size of the run's own rollouts.
     """
 
     batch_size: int
@@ -64,6 +65,7 @@ class Speed:
     plain_seconds: Any
     plain_tokens: Any
     acceptance_length: Any = None
+    own: bool = False
 
     def __post_init__(self):
         sizes = {
@@ -128,7 +130,7 @@ class ReportData:
         "policy_loss", "draft_loss" and "seconds" (a mapping with the keys of `PHASES`). Any may
         be missing or None.
       evaluations: on held-out prompts, in order of steps; the first is the reference.
-      speed: timings; the first entry is the run's own batch size and gives the answer.
+      speed: timings; the first entry gives the answer's number.
       samples: rollouts to show.
       reward_name: what the reward is, in words.
       honest_name: what the honest metric is, in words.
@@ -337,11 +339,11 @@ def _speed_answer(data: ReportData) -> Answer:
         "No": "The draft makes rollouts slower here.",
         "Not shown": "The difference is within what chance explains.",
     }[verdict]
-    for other in data.speed[1:]:
-        notes.append(
-            f"Batch size {other.batch_size}: {other.ratio.value:.2f}\N{MULTIPLICATION SIGN} "
-            f"({span(other.ratio, 2)}, {other.ratio.count} pairs)."
-        )
+    others = "".join(
+        f" At batch size {other.batch_size}: {other.ratio.value:.2f}\N{MULTIPLICATION SIGN} "
+        f"({span(other.ratio, 2)}, {other.ratio.count} pairs)."
+        for other in data.speed[1:]
+    )
     return Answer(
         **common,
         verdict=verdict,
@@ -349,7 +351,10 @@ def _speed_answer(data: ReportData) -> Answer:
         unit=f"speed with the draft over speed without, batch size {own.batch_size}",
         interval=_ends(ratio, digits=2),
         basis=f"{ratio.count} interleaved pairs",
-        sentence=f"Measured side by side in this run: {rates}. {tail}",
+        sentence=(
+            f"Measured side by side in this run at batch size {own.batch_size}: {rates}. "
+            f"{tail}{others}"
+        ),
         notes=tuple(notes),
     )
 

@@ -20,6 +20,7 @@ from jaxspec.drafts.base import DraftWeights
 from jaxspec.gin_config import to_dict
 from jaxspec.params import abstract_params
 from jaxspec.rl.state import CoTrainState, abstract_state, init_state
+from jaxspec.rl.step import add_metrics
 from jaxspec.training.checkpoint import Checkpoints, check_workdir
 from jaxspec.training.collect import StepData, collect
 from jaxspec.training.console import Progress
@@ -254,7 +255,7 @@ def _co_train(result: TrainResult, checkpoints, writer, progress, stop, started)
             record = writer.write(done, record)
         result.records.append({"step": done} | record)
         progress.step(done, record)
-        if not data.batch.used:
+        if not data.updates:
             progress.event(f"step {done}: every group's rewards were equal; no update")
         _check_finite(result, data, training.max_nonfinite_in_a_row)
         if evaluation.every and done % evaluation.every == 0 and done < training.steps:
@@ -283,21 +284,24 @@ def _one_step(result: TrainResult, step: int):
     every = run.experiment.draft.update_every
     update_draft = bool(every) and step % every == 0
     begun = time.perf_counter()
-    if data.batch.used:
-        result.state, metrics = run.rl_step(
-            state,
-            data.batch.batch,
-            jnp.asarray(data.batch.used, jnp.int32),
-            jnp.float32(data.denominator),
+    metrics: dict[str, Any] = {}
+    for update in data.updates:
+        result.state, more = run.rl_step(
+            result.state,
+            update.batch.batch,
+            jnp.asarray(update.batch.used, jnp.int32),
+            jnp.float32(update.denominator),
             frozen_draft=result.frozen,
             reference_params=result.reference,
             update_draft=update_draft,
         )
-        metrics = jax.tree.map(float, jax.device_get(metrics))
-    else:
+        metrics = add_metrics(metrics, more) if metrics else more
+    metrics = jax.tree.map(float, jax.device_get(metrics))
+    if len(data.updates) != 1:
+        # A step of the run is one rollout, however many updates it led to.
         whole = NamedSharding(run.mesh, PartitionSpec())
-        result.state = state.replace(step=jax.device_put(jnp.asarray(step + 1, jnp.int32), whole))
-        metrics = {}
+        counted = jax.device_put(jnp.asarray(step + 1, jnp.int32), whole)
+        result.state = result.state.replace(step=counted)
     return data, metrics, time.perf_counter() - begun
 
 
@@ -325,7 +329,7 @@ def _check_finite(result: TrainResult, data: StepData, limit: int) -> None:
     where = "nowhere (the run has no workdir)"
     if result.workdir is not None:
         where = result.workdir / f"nonfinite_batch_{int(result.state.step):08d}.pkl"
-        batch = jax.tree.map(np.asarray, data.batch.batch)
+        batch = jax.tree.map(np.asarray, data.updates[-1].batch.batch)
         fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
         where.write_bytes(pickle.dumps(fields))
     raise ValueError(

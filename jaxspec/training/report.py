@@ -201,10 +201,7 @@ def _draws(data: ReportData, columns: int = 3) -> dict[str, list[Callable[..., N
         out["acceptance"].append(bind([gap], label="difference", zero=True, spans=shaded))
     if data.speed:
         ordered = sorted(data.speed, key=lambda s: s.batch_size)
-        names = [
-            f"batch {s.batch_size}" + ("\n(this run)" if s is data.speed[0] else "")
-            for s in ordered
-        ]
+        names = [f"batch {s.batch_size}" + ("\n(this run)" if s.own else "") for s in ordered]
         trials = [s.draft_rates / s.plain_rates for s in ordered]
         ratios = [s.ratio for s in ordered]
         out["speed"] = [

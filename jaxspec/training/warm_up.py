@@ -76,7 +76,7 @@ def warm_up_to_folder(experiment: Experiment, out: str, texts: str = "") -> Warm
             samples = policy_replies(run, params, settings, progress)
         fitted = fit(run, params, samples, settings, progress)
         weights = jax.tree.map(np.asarray, fitted.weights)
-        write_eagle3(folder, run.draft.config, weights, run.model)
+        write_eagle3(folder, run.draft.config, weights, run.model, dtype="float32")
     last = fitted.history[-1] if fitted.history else {}
     shown = ("draft_loss", "expected_acceptance_length", "top1_pass_1")
     rows = {name.replace("_", " "): f"{last[name]:.3f}" for name in shown if name in last}

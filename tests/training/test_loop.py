@@ -16,6 +16,7 @@ from jaxspec.io.draft_formats import read_eagle3
 from jaxspec.io.safetensors import read_policy
 from jaxspec.training.batches import build_microbatches
 from jaxspec.training.metrics import read_metrics
+from jaxspec.training.warm_up import warm_up_to_folder
 
 Optimizer = jaxspec.OptimizerConfig
 
@@ -181,3 +182,41 @@ def test_nonfinite_updates_stop_the_run_with_the_batch_saved(tmp_path, monkeypat
     with pytest.raises(ValueError, match="2 updates in a row"):
         jaxspec.train(broken, tmp_path / "run", stream=io.StringIO())
     assert list((tmp_path / "run").glob("nonfinite_batch_*.pkl"))
+
+
+def test_stored_models_train_on_with_a_reference_and_two_updates_in_bfloat16(whole, tmp_path):
+    stored = micro(steps=2)
+    stored = dataclasses.replace(
+        stored,
+        training=dataclasses.replace(stored.training, updates_per_step=2),
+        policy=jaxspec.PolicyConfig(source=str(whole.workdir / "policy")),
+        draft=dataclasses.replace(
+            stored.draft, source=str(whole.workdir / "draft"), warm_up=None, update_every=2
+        ),
+        step=jaxspec.StepConfig(loss=jaxspec.LossConfig(kl_coefficient=0.1, on_policy=False)),
+        evaluation=jaxspec.EvaluationConfig(prompts=0, speed_trials=0),
+        compute_dtype="bfloat16",
+    )
+    result = jaxspec.train(stored, tmp_path, stream=io.StringIO())
+    # Two updates a step; the policy leaves its reference, the frozen draft is the stored one.
+    assert int(result.state.step) == 2
+    counts = [x for x in jax.tree.leaves(result.state.policy.opt_state) if x.shape == ()]
+    assert {int(x) for x in counts} == {4}
+    assert 0 < result.records[0]["kl_reference"] < result.records[1]["kl_reference"]
+    np.testing.assert_array_equal(result.frozen.params["fc"], whole.state.draft.params["fc"])
+    assert not np.array_equal(result.state.draft.params["fc"], whole.state.draft.params["fc"])
+    assert result.records[0]["ratio"] != 1
+
+
+def test_draft_is_fitted_to_texts_and_stored(whole, tmp_path):
+    stored = dataclasses.replace(
+        micro(), policy=jaxspec.PolicyConfig(source=str(whole.workdir / "policy"))
+    )
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "1+2=", "reply": "3"}\n{"prompt": "4+1=", "reply": "so 5"}\n')
+    fitted = warm_up_to_folder(stored, str(tmp_path / "draft"), str(texts))
+    config, weights = read_eagle3(tmp_path / "draft", whole.run.model)
+    assert config.draft_vocab_size == 40 and len(fitted.history) == 3
+    np.testing.assert_array_equal(weights.params["fc"], fitted.weights.params["fc"])
+    with pytest.raises(ValueError, match="not empty"):
+        warm_up_to_folder(stored, str(tmp_path / "draft"))
