@@ -104,10 +104,12 @@ class WarmUpConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """The EAGLE-3 draft; its training passes are RolloutConfig.num_draft_tokens.
+    """The EAGLE-3 draft.
 
     Attributes:
       enabled: False trains the policy alone and decodes plainly.
+      num_passes: training passes, one for each token it shall draft in a row;
+        RolloutConfig.num_draft_tokens when 0.
       source: an EAGLE-3 folder to start from; "" for a fresh draft.
       vocab_size: rows of a fresh draft's head, chosen by how often the policy says them; 0 is the
         whole vocabulary.
@@ -125,6 +127,7 @@ class DraftConfig:
     """
 
     enabled: bool = True
+    num_passes: int = 0
     source: str = ""
     vocab_size: int = 0
     tap_layers: tuple[int, ...] = ()
@@ -143,6 +146,7 @@ class DraftConfig:
 
     def __post_init__(self):
         for name in (
+            "num_passes",
             "vocab_size",
             "intermediate_size",
             "num_heads",
@@ -217,12 +221,15 @@ class EvaluationConfig:
       prompts: held-out prompts replied to; 0 evaluates nothing.
       every: steps between evaluations in between; 0 for none.
       speed_batch_sizes: batch sizes at which rollouts are timed with and without the draft.
+      speed_draft_tokens: tokens drafted before each verify at each of them, since more pay where
+        the batch is small; RolloutConfig.num_draft_tokens when empty.
       speed_trials: interleaved trials of each.
     """
 
     prompts: int = 96
     every: int = 0
     speed_batch_sizes: tuple[int, ...] = (1,)
+    speed_draft_tokens: tuple[int, ...] = ()
     speed_trials: int = 3
 
     def __post_init__(self):
@@ -232,6 +239,12 @@ class EvaluationConfig:
         if any(b < 1 for b in self.speed_batch_sizes):
             raise ValueError(
                 f"EvaluationConfig.speed_batch_sizes={self.speed_batch_sizes} must be positive"
+            )
+        tokens = self.speed_draft_tokens
+        if tokens and (len(tokens) != len(self.speed_batch_sizes) or min(tokens) < 1):
+            raise ValueError(
+                f"EvaluationConfig.speed_draft_tokens={tokens} must be empty or give a positive "
+                f"number for each of EvaluationConfig.speed_batch_sizes={self.speed_batch_sizes}"
             )
 
 

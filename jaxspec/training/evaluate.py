@@ -67,9 +67,11 @@ def measure_speed(
     """
     settings = run.experiment.evaluation
     records = []
-    for size in settings.speed_batch_sizes:
+    usual = (run.experiment.rollout.num_draft_tokens,) * len(settings.speed_batch_sizes)
+    drafted = settings.speed_draft_tokens or usual
+    for size, num_draft_tokens in zip(settings.speed_batch_sizes, drafted, strict=True):
         samplers = {
-            "draft": run.sampler(batch_size=size),
+            "draft": run.sampler(batch_size=size, num_draft_tokens=num_draft_tokens),
             "plain": run.sampler(batch_size=size, with_draft=False),
         }
         items = run.experiment.task.held_out()
@@ -98,6 +100,11 @@ def measure_speed(
         verifies = sum(int(r.verifies.sum()) for r in verified)
         emitted = sum(int((r.lengths - 1).sum()) for r in verified)
         records.append(
-            {"batch_size": size, "acceptance_length": emitted / max(verifies, 1)} | trials
+            {
+                "batch_size": size,
+                "num_draft_tokens": num_draft_tokens,
+                "acceptance_length": emitted / max(verifies, 1),
+            }
+            | trials
         )
     return records

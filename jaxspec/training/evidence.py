@@ -56,6 +56,7 @@ class Speed:
       plain_seconds: seconds without, [pairs].
       plain_tokens: tokens generated without, [pairs].
       acceptance_length: tokens a verification emitted in these rollouts; None if not measured.
+      num_draft_tokens: tokens drafted before each verification; None if not known.
       own: whether this is the batch size of the run's own rollouts.
     """
 
@@ -65,6 +66,7 @@ class Speed:
     plain_seconds: Any
     plain_tokens: Any
     acceptance_length: Any = None
+    num_draft_tokens: int | None = None
     own: bool = False
 
     def __post_init__(self):
@@ -340,7 +342,8 @@ def _speed_answer(data: ReportData) -> Answer:
         "Not shown": "The difference is within what chance explains.",
     }[verdict]
     others = "".join(
-        f" At batch size {other.batch_size}: {other.ratio.value:.2f}\N{MULTIPLICATION SIGN} "
+        f" At batch size {other.batch_size}{_drafted(other)}: "
+        f"{other.ratio.value:.2f}\N{MULTIPLICATION SIGN} "
         f"({span(other.ratio, 2)}, {other.ratio.count} pairs)."
         for other in data.speed[1:]
     )
@@ -352,11 +355,16 @@ def _speed_answer(data: ReportData) -> Answer:
         interval=_ends(ratio, digits=2),
         basis=f"{ratio.count} interleaved pairs",
         sentence=(
-            f"Measured side by side in this run at batch size {own.batch_size}: {rates}. "
+            f"Measured side by side in this run at batch size {own.batch_size}{_drafted(own)}: "
+            f"{rates}. "
             f"{tail}{others}"
         ),
         notes=tuple(notes),
     )
+
+
+def _drafted(speed: Speed) -> str:
+    return "" if speed.num_draft_tokens is None else f", {speed.num_draft_tokens} drafted"
 
 
 def time_rows(data: ReportData) -> list[tuple[str, dict[str, float]]]:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import pickle
 import signal
 import time
@@ -341,15 +342,19 @@ def _check_finite(result: TrainResult, data: StepData, limit: int) -> None:
 
 def _out_of_time(result: TrainResult, started: float, durations: list[float]) -> bool:
     """Whether another step, the last evaluations, exports and the report would be too late."""
-    settings, minutes = result.run.experiment.evaluation, result.run.experiment.training.max_minutes
+    experiment = result.run.experiment
+    settings, batch = experiment.evaluation, experiment.rollout.batch_size
     usual = float(np.median(durations[-8:]))
     rollout = float(np.median([r["seconds"]["rollout"] for r in result.records[-8:]]))
-    evaluated = max((sum(e.get("seconds", {}).values()) for e in result.evaluations), default=0.0)
-    # Either draft is evaluated, each batch size of the speed trials compiles two programs, and
-    # exports and the report take a while.
-    trials = len(settings.speed_batch_sizes) * ((settings.speed_trials + 1) * rollout + 40)
-    reserve = 2 * evaluated + (trials if settings.speed_trials else 0) + 20
-    return time.monotonic() - started + usual + reserve > 60 * minutes
+    # Exports and the report; then both drafts' evaluations, and the speed trials with what they
+    # compile.
+    reserve = 20.0 + 2 * math.ceil(settings.prompts / batch) * rollout
+    if settings.speed_trials:
+        for size in settings.speed_batch_sizes:
+            share = min(1.0, max(0.2, size / batch))
+            reserve += 25 + 1.5 * (settings.speed_trials + 1) * share * rollout
+    late = time.monotonic() - started + usual + reserve
+    return late > 60 * experiment.training.max_minutes
 
 
 def _save(checkpoints: Checkpoints, result: TrainResult, step: int) -> None:

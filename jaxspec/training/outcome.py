@@ -57,6 +57,7 @@ def report_data(result: Any, operative_config: str, seconds: float) -> ReportDat
             plain_seconds=[t["seconds"] for t in record["plain"]],
             plain_tokens=[t["tokens"] for t in record["plain"]],
             acceptance_length=record.get("acceptance_length"),
+            num_draft_tokens=record["num_draft_tokens"],
             own=record["batch_size"] == experiment.rollout.batch_size,
         )
         for record in result.speed

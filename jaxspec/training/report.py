@@ -259,6 +259,7 @@ def _tables(data: ReportData) -> list[dict[str, Any]]:
         rows = [
             [
                 str(s.batch_size),
+                "" if s.num_draft_tokens is None else str(s.num_draft_tokens),
                 f"{np.mean(s.draft_rates):,.0f}",
                 f"{np.mean(s.plain_rates):,.0f}",
                 f"{s.ratio.value:.2f}\N{MULTIPLICATION SIGN} ({span(s.ratio, 2)})",
@@ -267,7 +268,14 @@ def _tables(data: ReportData) -> list[dict[str, Any]]:
             ]
             for s in sorted(data.speed, key=lambda s: s.batch_size)
         ]
-        head = ["batch size", "tokens/s with draft", "without", "ratio", "acceptance length"]
+        head = [
+            "batch size",
+            "drafted",
+            "tokens/s with draft",
+            "without",
+            "ratio",
+            "acceptance length",
+        ]
         tables.append({"title": "Rollout speed", "head": [*head, "pairs"], "rows": rows})
     keys = (
         ("reward", data.reward_name),

@@ -73,15 +73,24 @@ class Run:
         """Tokens that packing looks ahead."""
         return self.draft.num_ahead if self.draft else 1
 
-    def sampler(self, *, batch_size: int | None = None, with_draft: bool = True) -> Sampler:
-        """Returns the sampler for a batch size; the same arguments give the same programs."""
-        size = self.experiment.rollout.batch_size if batch_size is None else batch_size
-        return self._samplers(size, with_draft and self.draft is not None)
+    def sampler(
+        self,
+        *,
+        batch_size: int | None = None,
+        num_draft_tokens: int | None = None,
+        with_draft: bool = True,
+    ) -> Sampler:
+        """Returns a sampler, by default the run's own; the same settings give the same programs."""
+        rollout = self.experiment.rollout
+        size = rollout.batch_size if batch_size is None else batch_size
+        drafted = rollout.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        with_draft = with_draft and self.draft is not None
+        return self._samplers(size, drafted if with_draft else 0)
 
     @functools.cached_property
     def _samplers(self):
         @functools.cache
-        def build(batch_size: int, with_draft: bool) -> Sampler:
+        def build(batch_size: int, num_draft_tokens: int) -> Sampler:
             mesh = self.mesh
             if batch_size % mesh.shape["data"]:
                 raise ValueError(
@@ -90,10 +99,14 @@ class Run:
                 )
             return Sampler(
                 self.model,
-                dataclasses.replace(self.experiment.rollout, batch_size=batch_size),
+                dataclasses.replace(
+                    self.experiment.rollout,
+                    batch_size=batch_size,
+                    num_draft_tokens=num_draft_tokens,
+                ),
                 mesh,
                 self.stop_ids,
-                self.draft if with_draft else None,
+                self.draft if num_draft_tokens else None,
                 self.compute_dtype,
             )
 
@@ -180,7 +193,7 @@ def make_draft(experiment: Experiment, model: ModelConfig) -> Draft | None:
         return None
     config = Eagle3Config.from_policy(
         model,
-        num_passes=experiment.rollout.num_draft_tokens,
+        num_passes=settings.num_passes or experiment.rollout.num_draft_tokens,
         tap_layers=settings.tap_layers or None,
         draft_vocab_size=settings.vocab_size or None,
         intermediate_size=settings.intermediate_size or None,
