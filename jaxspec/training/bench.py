@@ -26,6 +26,7 @@ from jaxspec.rl.losses import LossConfig
 from jaxspec.rl.optimizers import OptimizerConfig, make_optimizer
 from jaxspec.rl.state import init_state
 from jaxspec.rl.step import StepConfig, make_rl_step
+from jaxspec.tasks import comparison
 from jaxspec.training import environment, peers
 from jaxspec.training.batches import build_microbatches
 from jaxspec.training.console import Progress
@@ -73,14 +74,19 @@ def bench_rollout(
 ) -> Rows:
     """Times rollouts; every row has tokens a second and the ratio to our plain rollout."""
     plain = load_generator(policy_source, max_new_tokens=new_tokens)
-    # Prompts of one length: the peer would pay for padding.
+    # What `configs/smollm2_135m_arithmetic.gin` asks, in prompts of one length: the peer would pay
+    # for padding.
     numbers = np.random.default_rng(0).integers(10, 100, (64, 2))
-    texts = [f"Which number is larger, {a} or {b}?" for a, b in numbers]
-    template = plain.tokenizer.apply_chat_template
-    prompts = [
-        np.asarray(plain.tokenizer.encode(template([{"role": "user", "content": t}])), np.int32)
-        for t in texts
+    texts = [
+        plain.tokenizer.apply_chat_template(
+            [
+                {"role": "system", "content": comparison.SYSTEM},
+                {"role": "user", "content": comparison.QUESTION.format(a, b)},
+            ]
+        )
+        for a, b in numbers
     ]
+    prompts = [np.asarray(plain.tokenizer.encode(text), np.int32) for text in texts]
     length = statistics.mode(len(p) for p in prompts)
     prompts = [p for p in prompts if len(p) == length]
     rows = []
