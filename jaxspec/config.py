@@ -223,7 +223,8 @@ class EvaluationConfig:
       speed_batch_sizes: batch sizes at which rollouts are timed with and without the draft.
       speed_draft_tokens: tokens drafted before each verify at each of them, since more pay where
         the batch is small; RolloutConfig.num_draft_tokens when empty.
-      speed_trials: interleaved trials of each.
+      speed_trials: interleaved trials of each; three times as many where the batch is an eighth of
+        the run's own or smaller, since those are short and scatter.
     """
 
     prompts: int = 96
@@ -246,6 +247,10 @@ class EvaluationConfig:
                 f"EvaluationConfig.speed_draft_tokens={tokens} must be empty or give a positive "
                 f"number for each of EvaluationConfig.speed_batch_sizes={self.speed_batch_sizes}"
             )
+
+    def trials_at(self, batch_size: int, own_batch_size: int) -> int:
+        """Returns how often rollouts of a batch size are timed."""
+        return self.speed_trials * (3 if 8 * batch_size <= own_batch_size else 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -77,10 +77,11 @@ def measure_speed(
         items = run.experiment.task.held_out()
         # Both samplers share one layout, made before the clock runs.
         prepared = samplers["plain"].prepare(policy_params)
+        count = settings.trials_at(size, run.experiment.rollout.batch_size)
         trials: dict[str, list[dict[str, float]]] = {"draft": [], "plain": []}
         verified: list[RolloutResult] = []
         # The first trial compiles and is thrown away.
-        for trial in range(settings.speed_trials + 1):
+        for trial in range(count + 1):
             chosen = [items[(trial * size + i) % len(items)] for i in range(size)]
             prompts = [run.encode_prompt(item) for item in chosen]
             # Whichever goes first may find the machine in another state: take turns.
@@ -96,7 +97,7 @@ def measure_speed(
                     trials[name].append({"seconds": seconds, "tokens": tokens})
                     if name == "draft":
                         verified.append(result)
-            progress.phase(f"timing rollouts of {size}", trial, settings.speed_trials)
+            progress.phase(f"timing rollouts of {size}", trial, count)
         verifies = sum(int(r.verifies.sum()) for r in verified)
         emitted = sum(int((r.lengths - 1).sum()) for r in verified)
         records.append(

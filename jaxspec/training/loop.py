@@ -352,7 +352,7 @@ def _out_of_time(result: TrainResult, started: float, durations: list[float]) ->
     if settings.speed_trials:
         for size in settings.speed_batch_sizes:
             share = min(1.0, max(0.2, size / batch))
-            reserve += 25 + 1.5 * (settings.speed_trials + 1) * share * rollout
+            reserve += 25 + 1.5 * (settings.trials_at(size, batch) + 1) * share * rollout
     late = time.monotonic() - started + usual + reserve
     return late > 60 * experiment.training.max_minutes
 
