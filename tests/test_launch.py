@@ -47,6 +47,7 @@ def test_tiny_run_learns_and_its_draft_keeps_up(tiny):
     evaluations = json.loads((folder / "evaluations.json").read_text())["evaluations"]
     before, after = evaluations[0], evaluations[-2]
     assert before["name"] == "before training" and after["name"] == "after training"
+    assert after["reward"] > before["reward"]
     last = records[-len(records) // 3 :]
     risen = np.mean([r["reward"] for r in last]) - np.mean([r["reward"] for r in records[:3]])
     assert risen > 0.1
