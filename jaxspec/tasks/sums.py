@@ -1,4 +1,4 @@
-"""Sums of one-digit numbers for a character-level toy policy that learns in a minute.
+"""Sums of one-digit numbers for a character-level toy policy that learns in minutes.
 
 The examples for supervised training answer in three styles: bare numbers and set phrases, both
 often wrong, and now and then the steps written out, always right. Reinforcement learning has

@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from jaxspec.compat import vary
 from jaxspec.drafts.eagle3 import Eagle3
 from jaxspec.drafts.eagle3_config import Eagle3Config
 from jaxspec.inference import load_generator
@@ -21,7 +23,8 @@ from jaxspec.mesh import MeshConfig, make_mesh
 from jaxspec.models import policy
 from jaxspec.models.config import ModelConfig
 from jaxspec.packing import PackingConfig, Sample
-from jaxspec.params import count_params, place_params
+from jaxspec.params import count_params, partition_specs, place_params
+from jaxspec.rl.forward import reduce_gradients, score
 from jaxspec.rl.losses import LossConfig
 from jaxspec.rl.optimizers import OptimizerConfig, make_optimizer
 from jaxspec.rl.state import init_state
@@ -189,6 +192,8 @@ def bench_step(
     )
     runs: dict[str, Callable[[int], float]] = {}
     tokens: dict[str, int] = {}
+    name = "forward and backward alone"
+    runs[name], tokens[name] = _our_gradient(loaded, mesh, dtype, samples, row_length)
     for name, share, with_draft in (
         ("update", True, None),
         ("update with the draft", True, draft),
@@ -241,6 +246,35 @@ def _documents(model, groups, each, prompt_tokens, reply_tokens) -> list[Sample]
                 )
             )
     return samples
+
+
+def _our_gradient(loaded, mesh, dtype, samples, row_length):
+    """Returns a function that takes the policy's gradient and gives its seconds, and the tokens."""
+    model = loaded.config
+    table = policy.param_table(model)
+    specs, rows = partition_specs(table, mesh), PartitionSpec("data")
+
+    def loss(params, batch):
+        scored = score(params, specs, batch, model, taps=(), compute_dtype=dtype)
+        return scored.logprobs.logprobs.sum()
+
+    def reduced(params, batch):
+        return reduce_gradients(jax.grad(loss)(vary(params, ("data",)), batch), specs)
+
+    gradient = jax.jit(jax.shard_map(reduced, mesh=mesh, in_specs=(specs, rows), out_specs=specs))
+    params = place_params(table, loaded.params, mesh)
+    made = build_microbatches(
+        samples, PackingConfig(row_length=row_length), num_ahead=1, capacity=1, mesh=mesh
+    )
+    parts = [jax.tree.map(lambda x: x[i], made.batch) for i in range(made.used)]  # noqa: B023
+
+    def run(_: int) -> float:
+        start = time.perf_counter()
+        for part in parts:
+            jax.block_until_ready(gradient(params, part))
+        return time.perf_counter() - start
+
+    return run, made.stats.used
 
 
 def _our_update(loaded, mesh, dtype, samples, row_length, share, draft):
