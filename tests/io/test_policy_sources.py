@@ -1,16 +1,9 @@
 """Where policies come from: folders, GGUF files and packages."""
 
 import pytest
-from small_policies import config_of, random_params
+from small_policies import config_of
 
-from jaxspec.io import safetensors as st
 from jaxspec.io.policy import load_policy, package_gguf
-
-
-@pytest.fixture
-def folder(tmp_path):
-    config = config_of()
-    return st.write_policy(tmp_path / "policy", config, random_params(config), dtype="float32")
 
 
 def test_load_policy_from_a_folder(folder):

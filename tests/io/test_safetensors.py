@@ -31,12 +31,6 @@ def raw_tensors(folder):
     return tensors
 
 
-@pytest.fixture
-def folder(tmp_path):
-    config = config_of()
-    return st.write_policy(tmp_path / "policy", config, random_params(config), dtype="float32")
-
-
 def rewrite(folder, change, file="model.safetensors"):
     """Lets `change` edit the tensors of a file, and writes them back with the library."""
     tensors = safetensors.numpy.load_file(folder / file)
