@@ -1,9 +1,10 @@
 """Attention in tiles: reads only the key tiles that intervals touch, stores no square array.
 
-Query tiles are scanned one after another. Each runs, per range, a loop over the key tiles between
-the lowest start and the highest end among its rows, and keeps an online softmax (Milakov and
-Gimelshein, arXiv 1805.02867) that the row's private branch has opened. All query heads of a tile
-that share a key/value head are the rows of one matrix product.
+Query tiles are scanned a few at a time, so that every operation is large enough for all cores. They
+run, per range, a loop over the key tiles between the lowest start and the highest end among a
+tile's rows, and keep an online softmax (Milakov and Gimelshein, arXiv 1805.02867) that the row's
+private branch has opened. All query heads of a tile that share a key/value head are the rows of one
+matrix product.
 
 The backward pass (Dao, arXiv 2307.08691, algorithm 2) recomputes the probabilities from the joint
 log-sum-exp. With p_j = exp(s_j - lse), the derivative of the scores is
@@ -19,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxspec.attention.spec import MASKED, check_arguments
-from jaxspec.compat import vary, varying_axes
+from jaxspec.compat import row_sum, sum_of_products, vary, varying_axes
 
 # Rows of packed short documents see little of a trunk this short: small tiles skip more of it than
 # they cost (measured on a CPU).
@@ -28,11 +29,12 @@ SHORT_TRUNK = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Static:
-    """What is fixed at trace time: factor of the scores and the largest tile sizes."""
+    """What is fixed at trace time: factor of the scores, the largest tiles and bundles."""
 
     scale: float
     query_tile: int
     key_tile: int
+    rows_at_once: int
 
 
 def _tile_size(length: int, largest: int) -> int:
@@ -55,17 +57,12 @@ def _join(x: jax.Array, batch: int, length: int) -> jax.Array:
     return x.reshape(batch, -1, *x.shape[2:])[:, :length]
 
 
-def _query_tiles(x: jax.Array, size: int, kv_heads: int) -> jax.Array:
-    """[batch, time, q_heads, ...] -> [tiles, kv_heads, group, size, ...]."""
-    x = _cut(x, size)
-    x = x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])
-    return jnp.moveaxis(x, 1, 3)
-
-
-def _from_query_tiles(x: jax.Array, batch: int, time: int) -> jax.Array:
-    x = jnp.moveaxis(x, 3, 1)
-    x = x.reshape(*x.shape[:2], -1, *x.shape[4:])
-    return _join(x, batch, time)
+def _bundle(x: jax.Array, tiles: int) -> jax.Array:
+    """[all tiles, ...] -> [bundles, tiles, ...], padded with tiles of zeros at the end."""
+    short = -x.shape[0] % tiles
+    if short:
+        x = jnp.pad(x, [(0, short)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(-1, tiles, *x.shape[1:])
 
 
 def _key_tiles(x: jax.Array, size: int) -> jax.Array:
@@ -73,170 +70,203 @@ def _key_tiles(x: jax.Array, size: int) -> jax.Array:
     return _cut(x, size).swapaxes(1, 2)
 
 
-def _branch_tiles(x: jax.Array, size: int) -> jax.Array:
-    """[batch, time, p, kv_heads, dim] -> [tiles, p, kv_heads, 1, size, dim]."""
-    return jnp.transpose(_cut(x, size), (0, 2, 3, 1, 4))[:, :, :, None]
-
-
-def _from_branch_tiles(x: jax.Array, batch: int, time: int) -> jax.Array:
-    return _join(jnp.transpose(x[:, :, :, 0], (0, 3, 1, 2, 4)), batch, time)
-
-
 def _wide(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:
-    """Product of [kv_heads, ., .] arrays over one dimension of each, accumulated wide."""
+    """Product of [tiles * kv_heads, ., .] arrays over one dimension of each, accumulated wide."""
     dims = (((over_a,), (over_b,)), ((0,), (0,)))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=_wide(a))
 
 
 def _touched(lo: jax.Array, hi: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the key tiles [first, last) between the ranges of a query tile, [size] each."""
+    """Returns the first key tile [tiles] of each query tile's ranges [tiles, rows], and the largest
+    number of key tiles from there to the end of any."""
     live = lo < hi
-    first = jnp.where(live, lo, jnp.iinfo(jnp.int32).max).min() // size
-    last = -(-jnp.where(live, hi, 0).max() // size)
-    return jnp.minimum(first, last), last
+    first = jnp.where(live, lo, jnp.iinfo(jnp.int32).max).min(-1) // size
+    last = -(-jnp.where(live, hi, 0).max(-1) // size)
+    first = jnp.minimum(first, last)
+    return first, jnp.max(last - first)
 
 
 def _visible(lo: jax.Array, hi: jax.Array, tile: jax.Array, size: int) -> jax.Array:
-    keys = tile * size + jax.lax.iota(jnp.int32, size)
-    return (keys >= lo[:, None]) & (keys < hi[:, None])
+    """[tiles, 1, 1, rows, size]: which keys of tile [tiles] lie in the ranges [tiles, rows]."""
+    keys = (tile[:, None] * size + jax.lax.iota(jnp.int32, size))[:, None]
+    return ((keys >= lo[..., None]) & (keys < hi[..., None]))[:, None, None]
 
 
 def _own_scores(x: jax.Array, branch: jax.Array) -> jax.Array:
-    """[kv_heads, group, rows, dim] x [p, kv_heads, 1, rows, dim] -> [p, kv_heads, group, rows].
+    """[tiles, kv_heads, group, rows, dim] x [tiles, p, kv_heads, 1, rows, dim] -> without dim.
 
     A product and a sum: as a matrix product each row would be a problem of its own.
     """
-    return (x.astype(_wide(x)) * branch.astype(_wide(x))).sum(-1)
+    return row_sum(x[:, None].astype(_wide(x)) * branch.astype(_wide(x)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Operands:
-    """The operands cut into tiles, and how many tiles and rows there are."""
+class _Tiling:
+    """How rows are cut into tiles, and tiles bundled.
 
-    q: jax.Array  # [query tiles, kv_heads, group, rows, dim]
-    k: jax.Array  # [key tiles, kv_heads, size, dim]
-    v: jax.Array
-    branch: tuple[jax.Array, ...]  # () or keys, values [query tiles, p, kv_heads, 1, rows, dim]
-    ranges: jax.Array  # [query tiles, n, 2, rows]
-    batch_row: jax.Array  # [query tiles]
+    Attributes:
+      rows: query rows of a tile.
+      size: trunk rows of a tile.
+      together: query tiles of a bundle.
+      kv_heads: key/value heads.
+      batch: sequences.
+      time: query rows of a sequence.
+      key_tiles: trunk tiles of a sequence.
+    """
+
     rows: int
     size: int
-    tiles_per_row: int
+    together: int
+    kv_heads: int
+    batch: int
+    time: int
+    key_tiles: int
 
     @classmethod
-    def cut(cls, static: _Static, q, k, v, branch, intervals) -> "_Operands":
+    def of(cls, static: _Static, q: jax.Array, k: jax.Array) -> "_Tiling":
         rows = _tile_size(q.shape[1], static.query_tile)
         size = _tile_size(k.shape[1], static.key_tile)
-        q_tiles = _query_tiles(q, rows, k.shape[2])
-        k_tiles = _key_tiles(k, size)
-        count = q_tiles.shape[0]
+        tiles = q.shape[0] * -(-q.shape[1] // rows)
+        bundles = -(-tiles // max(1, static.rows_at_once // rows))
         return cls(
-            q=q_tiles,
-            k=k_tiles,
-            v=_key_tiles(v, size),
-            branch=tuple(_branch_tiles(x, rows) for x in branch),
-            ranges=jnp.moveaxis(_cut(intervals, rows), 1, 3),
-            batch_row=jnp.arange(count, dtype=jnp.int32) // (count // q.shape[0]),
             rows=rows,
             size=size,
-            tiles_per_row=k_tiles.shape[0] // q.shape[0],
+            together=-(-tiles // bundles),
+            kv_heads=k.shape[2],
+            batch=q.shape[0],
+            time=q.shape[1],
+            key_tiles=-(-k.shape[1] // size),
         )
 
+    def queries(self, x: jax.Array) -> jax.Array:
+        """[batch, time, q_heads, ...] -> [bundles, tiles, kv_heads, group, rows, ...]."""
+        x = _cut(x, self.rows)
+        x = x.reshape(*x.shape[:2], self.kv_heads, -1, *x.shape[3:])
+        return _bundle(jnp.moveaxis(x, 1, 3), self.together)
 
-def _pick(tiles: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(tiles, index, 0, keepdims=False)
+    def from_queries(self, x: jax.Array) -> jax.Array:
+        """Undoes `queries`."""
+        x = jnp.moveaxis(self._unbundle(x), 3, 1)
+        return _join(x.reshape(*x.shape[:2], -1, *x.shape[4:]), self.batch, self.time)
 
+    def branch(self, x: jax.Array) -> jax.Array:
+        """[batch, time, p, kv_heads, dim] -> [bundles, tiles, p, kv_heads, 1, rows, dim]."""
+        x = jnp.transpose(_cut(x, self.rows), (0, 2, 3, 1, 4))[:, :, :, None]
+        return _bundle(x, self.together)
 
-def _add_at(tiles: jax.Array, index: jax.Array, more: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(tiles, _pick(tiles, index) + more, index, 0)
+    def from_branch(self, x: jax.Array) -> jax.Array:
+        """Undoes `branch`."""
+        x = jnp.transpose(self._unbundle(x)[:, :, :, 0], (0, 3, 1, 2, 4))
+        return _join(x, self.batch, self.time)
+
+    def ranges(self, intervals: jax.Array) -> jax.Array:
+        """[batch, time, n, 2] -> [bundles, n, 2, tiles, rows]."""
+        x = _bundle(_cut(intervals, self.rows), self.together)
+        return jnp.transpose(x, (0, 3, 4, 1, 2))
+
+    def first_keys(self) -> jax.Array:
+        """[bundles, tiles]: where the key tiles of each query tile's sequence begin."""
+        per_row = -(-self.time // self.rows)
+        starts = jnp.arange(self.batch * per_row, dtype=jnp.int32) // per_row * self.key_tiles
+        return _bundle(starts, self.together)
+
+    def _unbundle(self, x: jax.Array) -> jax.Array:
+        tiles = self.batch * -(-self.time // self.rows)
+        return x.reshape(-1, *x.shape[2:])[:tiles]
 
 
 def _forward(static: _Static, q, k, v, branch, intervals):
-    ops = _Operands.cut(static, q, k, v, branch, intervals)
-    axes, wide, size = sorted(varying_axes(q)), _wide(q), ops.size
+    tiling = _Tiling.of(static, q, k)
+    axes, wide, size = sorted(varying_axes(q)), _wide(q), tiling.size
+    k_tiles, v_tiles = _key_tiles(k, size), _key_tiles(v, size)
 
-    def query_tile(_, tile):
-        batch_row, q_tile, branch_tile, ranges = tile
-        heads, group, rows, dim = q_tile.shape
-        flat = q_tile.reshape(heads, group * rows, dim)
+    def bundle(_, xs):
+        start, q_tile, branch_tile, ranges = xs
+        tiles, heads, group, rows, dim = q_tile.shape
+        flat = q_tile.reshape(tiles * heads, group * rows, dim)
 
-        def key_tile(lo, hi, j, state):
+        def key_tile(lo, hi, first, j, state):
             top, total, acc = state
-            at = batch_row * ops.tiles_per_row + j
-            scores = _dot(flat, _pick(ops.k, at), 2, 2).reshape(heads, group, rows, size)
-            scores = jnp.where(_visible(lo, hi, j, size), scores * static.scale, MASKED)
+            tile = first + j
+            at = start + jnp.minimum(tile, tiling.key_tiles - 1)
+            keys, values = (x[at].reshape(tiles * heads, size, dim) for x in (k_tiles, v_tiles))
+            scores = _dot(flat, keys, 2, 2).reshape(tiles, heads, group, rows, size)
+            scores = jnp.where(_visible(lo, hi, tile, size), scores * static.scale, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             # A row that has seen nothing yet keeps exp(MASKED - 0) = 0 instead of exp(0) = 1.
             shift = jnp.where(new_top > MASKED / 2, new_top, 0.0)
             weights = jnp.exp(scores - shift[..., None])
             fade = jnp.exp(top - shift)
-            flat_weights = weights.reshape(heads, group * rows, size).astype(v.dtype)
-            mixed = _dot(flat_weights, _pick(ops.v, at), 2, 1).reshape(acc.shape)
+            flat_weights = weights.reshape(tiles * heads, group * rows, size).astype(v.dtype)
+            mixed = _dot(flat_weights, values, 2, 1).reshape(acc.shape)
             return new_top, total * fade + weights.sum(-1), acc * fade[..., None] + mixed
 
         if branch_tile:
             own = _own_scores(q_tile, branch_tile[0]) * static.scale
-            top = own.max(0)
-            weights = jnp.exp(own - top)
-            acc = (weights[..., None] * branch_tile[1].astype(wide)).sum(0)
-            state = top, weights.sum(0), acc
+            top = own.max(1)
+            weights = jnp.exp(own - top[:, None])
+            acc = (weights[..., None] * branch_tile[1].astype(wide)).sum(1)
+            state = top, weights.sum(1), acc
         else:
-            top = jnp.full((heads, group, rows), MASKED, wide)
+            top = jnp.full((tiles, heads, group, rows), MASKED, wide)
             state = vary((top, jnp.zeros_like(top), jnp.zeros(q_tile.shape, wide)), axes)
         for lo, hi in ranges:
-            body = functools.partial(key_tile, lo, hi)
-            state = jax.lax.fori_loop(*_touched(lo, hi, size), body, state)
+            first, count = _touched(lo, hi, size)
+            body = functools.partial(key_tile, lo, hi, first)
+            state = jax.lax.fori_loop(0, count, body, state)
         top, total, acc = state
         seen = top > MASKED / 2
         total = jnp.where(seen, total, 1.0)
         lse = jnp.where(seen, top + jnp.log(total), MASKED)
         return None, ((acc / total[..., None]).astype(q.dtype), lse)
 
-    xs = ops.batch_row, ops.q, ops.branch, ops.ranges
-    _, (out, lse) = jax.lax.scan(query_tile, None, xs)
-    batch, time = q.shape[:2]
-    return _from_query_tiles(out, batch, time), _from_query_tiles(lse, batch, time)
+    own = tuple(map(tiling.branch, branch))
+    xs = tiling.first_keys(), tiling.queries(q), own, tiling.ranges(intervals)
+    _, (out, lse) = jax.lax.scan(bundle, None, xs)
+    return tiling.from_queries(out), tiling.from_queries(lse)
 
 
 def _backward(static: _Static, residuals, cotangents):
     q, k, v, branch, intervals, out, lse = residuals
     d_out, d_lse = cotangents
-    ops = _Operands.cut(static, q, k, v, branch, intervals)
-    axes, wide, size = sorted(varying_axes(q)), _wide(q), ops.size
+    tiling = _Tiling.of(static, q, k)
+    axes, wide, size = sorted(varying_axes(q)), _wide(q), tiling.size
+    k_tiles, v_tiles = _key_tiles(k, size), _key_tiles(v, size)
     # What every score of a row loses: dout.out, less the cotangent of the row's lse.
-    delta = (d_out.astype(wide) * out.astype(wide)).sum(-1) - d_lse
-    cut = functools.partial(_query_tiles, size=ops.rows, kv_heads=k.shape[2])
+    delta = sum_of_products(d_out.astype(wide), out.astype(wide)) - d_lse
 
-    def query_tile(carry, tile):
-        batch_row, q_tile, branch_tile, ranges, d_out_tile, lse_tile, delta_tile = tile
-        heads, group, rows, dim = q_tile.shape
-        flat = q_tile.reshape(heads, group * rows, dim)
-        flat_d_out = d_out_tile.reshape(heads, group * rows, dim)
+    def bundle(carry, xs):
+        start, q_tile, branch_tile, ranges, d_out_tile, lse_tile, delta_tile = xs
+        tiles, heads, group, rows, dim = q_tile.shape
+        flat = q_tile.reshape(tiles * heads, group * rows, dim)
+        flat_d_out = d_out_tile.reshape(flat.shape)
 
-        def key_tile(lo, hi, j, state):
+        def key_tile(lo, hi, first, j, state):
             dk, dv, dq = state
-            at = batch_row * ops.tiles_per_row + j
-            k_tile = _pick(ops.k, at)
-            scores = _dot(flat, k_tile, 2, 2).reshape(heads, group, rows, size) * static.scale
-            scores = jnp.where(_visible(lo, hi, j, size), scores - lse_tile[..., None], MASKED)
-            probs = jnp.exp(scores)
-            d_probs = _dot(flat_d_out, _pick(ops.v, at), 2, 2).reshape(probs.shape)
+            tile = first + j
+            at = start + jnp.minimum(tile, tiling.key_tiles - 1)
+            keys, values = (x[at].reshape(tiles * heads, size, dim) for x in (k_tiles, v_tiles))
+            scores = _dot(flat, keys, 2, 2).reshape(tiles, heads, group, rows, size) * static.scale
+            visible = _visible(lo, hi, tile, size)
+            probs = jnp.exp(jnp.where(visible, scores - lse_tile[..., None], MASKED))
+            d_probs = _dot(flat_d_out, values, 2, 2).reshape(probs.shape)
             d_scores = probs * (d_probs - delta_tile[..., None]) * static.scale
-            flat_probs = probs.reshape(heads, group * rows, size).astype(q.dtype)
+            flat_probs = probs.reshape(tiles * heads, group * rows, size).astype(q.dtype)
             flat_d_scores = d_scores.reshape(flat_probs.shape).astype(q.dtype)
             # [kv_heads, dim, size]: transposing the small operand is twice as fast on a CPU.
-            dk = _add_at(dk, at, _dot(flat, flat_d_scores, 1, 1))
-            dv = _add_at(dv, at, _dot(flat_d_out, flat_probs, 1, 1))
-            return dk, dv, dq + _dot(flat_d_scores, k_tile, 2, 1)
+            dk = dk.at[at].add(_dot(flat, flat_d_scores, 1, 1).reshape(tiles, *dk.shape[1:]))
+            dv = dv.at[at].add(_dot(flat_d_out, flat_probs, 1, 1).reshape(tiles, *dv.shape[1:]))
+            return dk, dv, dq + _dot(flat_d_scores, keys, 2, 1)
 
         state = *carry, vary(jnp.zeros(flat.shape, wide), axes)
         for lo, hi in ranges:
-            body = functools.partial(key_tile, lo, hi)
-            state = jax.lax.fori_loop(*_touched(lo, hi, size), body, state)
+            first, count = _touched(lo, hi, size)
+            body = functools.partial(key_tile, lo, hi, first)
+            state = jax.lax.fori_loop(0, count, body, state)
         dk, dv, dq = state
         dq = dq.reshape(q_tile.shape)
         d_branch = ()
@@ -247,29 +277,31 @@ def _backward(static: _Static, residuals, cotangents):
             dq += branch_dq
         return (dk, dv), (dq.astype(q.dtype), d_branch)
 
-    zeros = jnp.zeros(ops.k.swapaxes(2, 3).shape, wide)
+    zeros = jnp.zeros(k_tiles.swapaxes(2, 3).shape, wide)
     zeros = vary((zeros, zeros), axes)
-    xs = ops.batch_row, ops.q, ops.branch, ops.ranges, cut(d_out), cut(lse), cut(delta)
-    (dk, dv), (dq, d_branch) = jax.lax.scan(query_tile, zeros, xs)
-    batch, time = q.shape[:2]
+    own = tuple(map(tiling.branch, branch))
+    rows = tuple(map(tiling.queries, (d_out, lse, delta)))
+    xs = tiling.first_keys(), tiling.queries(q), own, tiling.ranges(intervals), *rows
+    (dk, dv), (dq, d_branch) = jax.lax.scan(bundle, zeros, xs)
+    keys_shape = k.shape[:2]
     return (
-        _from_query_tiles(dq, batch, time),
-        _join(jnp.transpose(dk, (0, 3, 1, 2)), batch, k.shape[1]).astype(k.dtype),
-        _join(jnp.transpose(dv, (0, 3, 1, 2)), batch, v.shape[1]).astype(v.dtype),
-        tuple(_from_branch_tiles(x, batch, time) for x in d_branch),
+        tiling.from_queries(dq),
+        _join(jnp.transpose(dk, (0, 3, 1, 2)), *keys_shape).astype(k.dtype),
+        _join(jnp.transpose(dv, (0, 3, 1, 2)), *keys_shape).astype(v.dtype),
+        tuple(map(tiling.from_branch, d_branch)),
         None,
     )
 
 
 def _branch_backward(scale, q, branch, d_out, lse, delta):
-    """Gradients of one query tile through its branch: dq, and (dkeys, dvalues) as stored."""
+    """Gradients of query tiles through their branch: dq, and (dkeys, dvalues) as stored."""
     branch_k, branch_v = branch
     wide = _wide(q)
-    probs = jnp.exp(_own_scores(q, branch_k) * scale - lse)
-    d_scores = probs * (_own_scores(d_out, branch_v) - delta) * scale
-    dq = (d_scores[..., None] * branch_k.astype(wide)).sum(0)
-    dk = (d_scores[..., None] * q.astype(wide)).sum(2, keepdims=True)
-    dv = (probs[..., None] * d_out.astype(wide)).sum(2, keepdims=True)
+    probs = jnp.exp(_own_scores(q, branch_k) * scale - lse[:, None])
+    d_scores = probs * (_own_scores(d_out, branch_v) - delta[:, None]) * scale
+    dq = (d_scores[..., None] * branch_k.astype(wide)).sum(1)
+    dk = (d_scores[..., None] * q[:, None].astype(wide)).sum(3, keepdims=True)
+    dv = (probs[..., None] * d_out[:, None].astype(wide)).sum(3, keepdims=True)
     return dq, (dk.astype(branch_k.dtype), dv.astype(branch_v.dtype))
 
 
@@ -299,6 +331,7 @@ def attend(
     scale: float | None = None,
     query_tile: int | None = None,
     key_tile: int | None = None,
+    rows_at_once: int = 1024,
 ) -> tuple[Float[Array, "batch time q_heads dim"], Float[Array, "batch time q_heads"]]:
     """Attends from every query row to its intervals of the trunk and to its own branch.
 
@@ -319,6 +352,8 @@ def attend(
       query_tile: largest number of query rows of a tile; chosen by the length of the trunk when
         None.
       key_tile: largest number of trunk rows of a tile; as query_tile.
+      rows_at_once: query rows whose tiles are computed together; these wait for the one among
+        them that sees most keys.
 
     Returns:
       out, in q's dtype, zero for a row that sees nothing; and the natural log-sum-exp of the
@@ -331,7 +366,7 @@ def attend(
     check_arguments(q, k, v, intervals, branch_k, branch_v)
     short = k.shape[1] <= SHORT_TRUNK
     query_tile = query_tile if query_tile is not None else 32 if short else 128
-    key_tile = key_tile if key_tile is not None else 64 if short else 128
+    key_tile = key_tile if key_tile is not None else 32 if short else 128
     if query_tile < 1 or key_tile < 1:
         raise ValueError(f"query_tile {query_tile} and key_tile {key_tile} must be at least 1")
     branch = () if branch_k is None or branch_k.shape[2] == 0 else (branch_k, branch_v)
@@ -343,5 +378,6 @@ def attend(
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         query_tile=query_tile,
         key_tile=key_tile,
+        rows_at_once=rows_at_once,
     )
     return _attend(static, *vary(operands, axes))

@@ -13,16 +13,43 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxspec.compat import sum_of_products
 from jaxspec.models.config import RopeScaling
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(
     x: Float[Array, "*batch dim"], weight: Float[Array, " dim"], eps: float
 ) -> Float[Array, "*batch dim"]:
     """Root-mean-square norm (arXiv 1910.07467), computed in at least float32."""
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight).astype(x.dtype)
+    return (_normalise(x, eps)[0] * weight).astype(x.dtype)
+
+
+def _normalise(x: Array, eps: float) -> tuple[Array, Array]:
+    """Returns x over its root mean square, and one over that, both at least float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse = jax.lax.rsqrt(sum_of_products(wide, wide) / x.shape[-1] + eps)[..., None]
+    return wide * inverse, inverse
+
+
+def _rms_norm_fwd(x, weight, eps):
+    return rms_norm(x, weight, eps), (x, weight)
+
+
+def _rms_norm_bwd(eps, residuals, grad):
+    # Written out, since its sums over rows and over features run far faster as contractions.
+    x, weight = residuals
+    normed, inverse = _normalise(x, eps)
+    grad = grad.astype(normed.dtype)
+    d_normed = grad * weight
+    lost = sum_of_products(d_normed, normed)[..., None] / x.shape[-1]
+    dx = (d_normed - normed * lost) * inverse
+    rows = (y.reshape(-1, x.shape[-1]) for y in (grad, normed))
+    d_weight = jnp.einsum("nd,nd->d", *rows, precision=jax.lax.Precision.HIGHEST)
+    return dx.astype(x.dtype), d_weight.astype(weight.dtype)
+
+
+rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

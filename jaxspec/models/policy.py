@@ -6,6 +6,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models import blocks
@@ -13,6 +14,9 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.params import ParamInfo, Table
 
 Attend = Callable[[Array, Array, Array], Array]
+REMAT = ("none", "products", "layer")
+"""How much of a layer the backward pass computes again: nothing; what lies between matrix products
+and attention (norms, activations, rotations), which is cheaper than storing it; the whole layer."""
 Params = dict[str, Any]
 
 
@@ -125,7 +129,7 @@ def forward(
     *,
     taps: Sequence[int] = (),
     compute_dtype: str = "float32",
-    remat: bool = False,
+    remat: str = "none",
     keep_cache: bool = False,
     gather: Callable[[Params], Params] | None = None,
 ) -> PolicyOutput:
@@ -139,7 +143,7 @@ def forward(
       attend: (q, k, v) each [batch, time, heads, head_dim] -> [batch, time, q_heads, head_dim].
       taps: 0-based layers whose output is returned, ascending.
       compute_dtype: dtype of the matrix products' inputs.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat: one of `REMAT`.
       keep_cache: also return every layer's keys and values.
       gather: makes one layer's parameters whole where they are sharded; the parameters outside the
         layers come whole.
@@ -155,7 +159,7 @@ def forward(
     tap_ids = jnp.asarray(taps, jnp.int32)
 
     def product(x, kernel):
-        return blocks.linear(x, kernel, compute_dtype)
+        return checkpoint_name(blocks.linear(x, kernel, compute_dtype), "product")
 
     def layer_step(carry, xs):
         x, tapped = carry
@@ -171,7 +175,7 @@ def forward(
             tapped = jnp.where(hit, jax.lax.stop_gradient(x)[None], tapped)
         return (x, tapped), ((k, v) if keep_cache else None)
 
-    step = jax.checkpoint(layer_step) if remat else layer_step
+    step = _rematerialised(layer_step, remat)
     tapped = jnp.stack([jnp.zeros_like(x)] * len(taps)) if taps else None
     with jax.named_scope("policy_layers"):
         (x, tapped), cache = jax.lax.scan(
@@ -182,6 +186,18 @@ def forward(
         tapped = jnp.moveaxis(tapped, 0, 2).reshape(*x.shape[:2], -1)
     keys, values = cache if keep_cache else (None, None)
     return PolicyOutput(hidden=hidden, taps=tapped, keys=keys, values=values)
+
+
+def _rematerialised(layer_step: Callable, remat: str) -> Callable:
+    if remat == "none":
+        return layer_step
+    kept = ("product", "attention_out", "attention_lse") if remat == "products" else ()
+    # Inside a scan nothing can be merged with the first computation: no barrier is needed.
+    return jax.checkpoint(
+        layer_step,
+        policy=jax.checkpoint_policies.save_only_these_names(*kept),
+        prevent_cse=False,
+    )
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:

@@ -52,7 +52,7 @@ def score(
     *,
     taps: tuple[int, ...],
     compute_dtype: str,
-    remat: bool = False,
+    remat: str = "none",
     temperature: float = 1.0,
     chunk: int = 256,
 ) -> Scored:
@@ -65,7 +65,7 @@ def score(
       model: the policy's shape.
       taps: layers to tap.
       compute_dtype: dtype of the matrix products' inputs.
-      remat: recompute each layer in the backward pass.
+      remat: what of a layer the backward pass computes again, see `policy.REMAT`.
       temperature: what logits are divided by before log-probabilities are taken.
       chunk: rows whose logits exist at one time.
     """

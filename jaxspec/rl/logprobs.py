@@ -142,9 +142,8 @@ def _log_sum_exp(logits: Array) -> tuple[Array, Array]:
     """Returns logsumexp of each row and the mean logit under the row's softmax."""
     top = jnp.max(logits, axis=1)
     weights = jnp.exp(logits - top[:, None])
-    total = jnp.sum(weights, axis=1)
-    # As a product the exponentials are written once and read twice, instead of computed twice.
-    mean = jnp.einsum("cv,cv->c", weights, logits, precision=jax.lax.Precision.HIGHEST) / total
+    total = compat.row_sum(weights)
+    mean = compat.row_sum(weights * logits) / total
     return top + jnp.log(total), mean
 
 

@@ -43,18 +43,21 @@ class StepConfig:
       loss: the policy's objective.
       draft_weight: weight of the draft's loss. Policy and draft share no parameter, so it scales
         the draft's gradient alone.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat: what of the policy's layers the backward pass computes again instead of storing it:
+        "none", "products" (all but matrix products and attention) or "layer".
       logprob_chunk: rows whose logits exist at one time.
     """
 
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     draft_weight: float = 1.0
-    remat: bool = False
+    remat: str = "products"
     logprob_chunk: int = 256
 
     def __post_init__(self):
         if self.draft_weight < 0:
             raise ValueError(f"StepConfig.draft_weight={self.draft_weight} is negative")
+        if self.remat not in policy.REMAT:
+            raise ValueError(f"StepConfig.remat={self.remat!r} is none of {policy.REMAT}")
         if self.logprob_chunk < 1:
             raise ValueError(f"StepConfig.logprob_chunk={self.logprob_chunk} must be positive")
 

@@ -255,7 +255,9 @@ def _our_gradient(loaded, mesh, dtype, samples, row_length):
     specs, rows = partition_specs(table, mesh), PartitionSpec("data")
 
     def loss(params, batch):
-        scored = score(params, specs, batch, model, taps=(), compute_dtype=dtype)
+        scored = score(
+            params, specs, batch, model, taps=(), compute_dtype=dtype, remat=StepConfig().remat
+        )
         return scored.logprobs.logprobs.sum()
 
     def reduced(params, batch):

@@ -296,9 +296,7 @@ def dry_run_table(experiment: Experiment) -> dict[str, str]:
     rollout, packing = experiment.rollout, experiment.packing
     bytes_each = 2 if experiment.compute_dtype == "bfloat16" else 4
     kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * bytes_each
-    per_layer = 6 * model.hidden_size + 3 * model.intermediate_size
-    per_layer += 4 * model.num_heads * model.head_dim
-    kept = model.hidden_size if experiment.step.remat else per_layer
+    kept = _kept_per_layer(model)[experiment.step.remat]
     rows = packing.rows_per_microbatch // devices
     activations = 4 * rows * packing.row_length * kept * model.num_layers
     logits = 4 * experiment.step.logprob_chunk * model.vocab_size * 2
@@ -326,6 +324,14 @@ def dry_run_table(experiment: Experiment) -> dict[str, str]:
     calls = math.ceil(replies / rollout.batch_size)
     sizes["a step"] = f"{replies} replies in {calls} rollout calls"
     return sizes
+
+
+def _kept_per_layer(model: ModelConfig) -> dict[str, int]:
+    """Returns the numbers that a layer stores for one token's backward pass, by `StepConfig.remat`."""
+    dim, ffn = model.hidden_size, model.intermediate_size
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    products = 2 * dim + 2 * q + 2 * kv + 2 * ffn
+    return {"none": products + 7 * dim + q + 4 * ffn, "products": products, "layer": dim}
 
 
 def source_name(experiment: Experiment) -> str:

@@ -13,7 +13,7 @@ from jaxspec import compat
 from jaxspec.attention import blockwise, reference, spec
 
 NAMES = ("out", "lse", "q", "k", "v", "branch_k", "branch_v")
-TILES = {"query_tile": 16, "key_tile": 8}
+TILES = {"query_tile": 16, "key_tile": 8, "rows_at_once": 32}
 
 
 def packed(batch, time, lengths, window=None):
@@ -268,28 +268,34 @@ def test_saved_names_spare_the_second_forward_pass():
 
 
 def off_by_one(lo, hi, tile, size):
-    keys = tile * size + jax.lax.iota(jnp.int32, size)
-    return (keys >= lo[:, None]) & (keys <= hi[:, None])
+    keys = (tile[:, None] * size + jax.lax.iota(jnp.int32, size))[:, None]
+    return ((keys >= lo[..., None]) & (keys <= hi[..., None]))[:, None, None]
 
 
 def one_tile_short(lo, hi, size):
-    return lo.min() // size, hi.max() // size
+    first = lo.min(-1) // size
+    return first, jnp.max(hi.max(-1) // size - first)
+
+
+def first_sequence_only(tiling):
+    return jnp.zeros_like(FAULTLESS_STARTS(tiling))
 
 
 def branch_alone(scale, q, branch, d_out, lse, delta):
     """Normalises the branch by itself instead of jointly with the trunk."""
-    own = jax.nn.logsumexp(blockwise._own_scores(q, branch[0]) * scale, axis=0)
+    own = jax.nn.logsumexp(blockwise._own_scores(q, branch[0]) * scale, axis=1)
     return FAULTLESS_BRANCH(scale, q, branch, d_out, own, delta)
 
 
 FAULTLESS_BRANCH = blockwise._branch_backward
+FAULTLESS_STARTS = blockwise._Tiling.first_keys
 
 
 @functools.cache
 def small():
     """Operands, cotangents, intervals and what the oracle says of them."""
-    args, cotangents = operands(1, 20, (2, 1), p=1)
-    intervals = jnp.asarray(packed(1, 20, (13, 7)))
+    args, cotangents = operands(2, 20, (2, 1), p=1)
+    intervals = jnp.asarray(packed(2, 20, (13, 7)))
     return (
         args,
         cotangents,
@@ -303,11 +309,12 @@ def small():
     [
         ("_visible", off_by_one, r"\nout\n"),
         ("_touched", one_tile_short, r"\nout\n"),
+        ("_Tiling.first_keys", first_sequence_only, r"\nout\n"),
         ("_branch_backward", branch_alone, r"\nq\n"),
     ],
 )
 def test_planted_faults_are_seen(monkeypatch, name, fault, shown_by):
-    monkeypatch.setattr(blockwise, name, fault)
+    monkeypatch.setattr(f"jaxspec.attention.blockwise.{name}", fault)
     with jax.enable_x64(True):
         args, cotangents, intervals, expected = small()
         run = with_gradients(functools.partial(blockwise.attend, **TILES), intervals)
