@@ -244,6 +244,8 @@ def _backward(static: _Static, residuals, cotangents):
         tiles, heads, group, rows, dim = q_tile.shape
         flat = q_tile.reshape(tiles * heads, group * rows, dim)
         flat_d_out = d_out_tile.reshape(flat.shape)
+        # Turned once here instead of in every product of the loop.
+        q_turned, d_out_turned = flat.swapaxes(1, 2), flat_d_out.swapaxes(1, 2)
 
         def key_tile(lo, hi, first, j, state):
             dk, dv, dq = state
@@ -257,9 +259,9 @@ def _backward(static: _Static, residuals, cotangents):
             d_scores = probs * (d_probs - delta_tile[..., None]) * static.scale
             flat_probs = probs.reshape(tiles * heads, group * rows, size).astype(q.dtype)
             flat_d_scores = d_scores.reshape(flat_probs.shape).astype(q.dtype)
-            # [kv_heads, dim, size]: transposing the small operand is twice as fast on a CPU.
-            dk = dk.at[at].add(_dot(flat, flat_d_scores, 1, 1).reshape(tiles, *dk.shape[1:]))
-            dv = dv.at[at].add(_dot(flat_d_out, flat_probs, 1, 1).reshape(tiles, *dv.shape[1:]))
+            more_dk = _dot(q_turned, flat_d_scores, 2, 1).reshape(tiles, *dk.shape[1:])
+            more_dv = _dot(d_out_turned, flat_probs, 2, 1).reshape(tiles, *dv.shape[1:])
+            dk, dv = dk.at[at].add(more_dk), dv.at[at].add(more_dv)
             return dk, dv, dq + _dot(flat_d_scores, keys, 2, 1)
 
         state = *carry, vary(jnp.zeros(flat.shape, wide), axes)
@@ -365,7 +367,7 @@ def attend(
     """
     check_arguments(q, k, v, intervals, branch_k, branch_v)
     short = k.shape[1] <= SHORT_TRUNK
-    query_tile = query_tile if query_tile is not None else 32 if short else 128
+    query_tile = query_tile if query_tile is not None else 64 if short else 128
     key_tile = key_tile if key_tile is not None else 32 if short else 128
     if query_tile < 1 or key_tile < 1:
         raise ValueError(f"query_tile {query_tile} and key_tile {key_tile} must be at least 1")
