@@ -81,8 +81,10 @@ def _dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:
 
 
 def _touched(lo: jax.Array, hi: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first key tile [tiles] of each query tile's ranges [tiles, rows], and the largest
-    number of key tiles from there to the end of any."""
+    """Returns where the key tiles of each query tile begin, [tiles], and the most that any has.
+
+    The ranges lo and hi are [tiles, rows].
+    """
     live = lo < hi
     first = jnp.where(live, lo, jnp.iinfo(jnp.int32).max).min(-1) // size
     last = -(-jnp.where(live, hi, 0).max(-1) // size)

@@ -67,12 +67,11 @@ class Sampler:
             )
 
     @functools.cached_property
-    def _program(self):
-        """The compiled function; shapes decide how often it is compiled."""
+    def _programs(self):
+        """The compiled prefill and decoding; shapes decide how often each is compiled."""
         # With no draft there is nothing to propose, whatever the setting says.
         drafted = self.config.num_draft_tokens if self.draft is not None else 0
-        run = functools.partial(
-            speculative.generate,
+        generation = speculative.Generation(
             model=self.model,
             draft=self.draft if drafted else None,
             config=dataclasses.replace(self.config, num_draft_tokens=drafted),
@@ -80,14 +79,13 @@ class Sampler:
             compute_dtype=self.compute_dtype,
         )
         whole, split = PartitionSpec(), PartitionSpec("data")
-        sharded = jax.shard_map(
-            run,
-            mesh=self.mesh,
-            in_specs=(whole, whole, split, split, split, split, whole),
-            out_specs=split,
-            check_vma=True,
+        sharded = functools.partial(jax.shard_map, mesh=self.mesh, out_specs=split, check_vma=True)
+        prefill = sharded(
+            generation.prefill, in_specs=(whole, whole, split, split, split, split, whole)
         )
-        return jax.jit(sharded)
+        decode = sharded(generation.decode, in_specs=(whole, whole, split, split, whole))
+        # The caches stay where prefill left them.
+        return jax.jit(prefill), jax.jit(decode, donate_argnums=(2,))
 
     def prepare(self, policy_params: Any) -> policy.DecodeParams:
         """Lays the policy out for decoding, once for any number of calls with these parameters."""
@@ -96,7 +94,7 @@ class Sampler:
 
     def compilations(self) -> int:
         """Returns how many generation programs were compiled so far."""
-        return self._program._cache_size()
+        return sum(program._cache_size() for program in self._programs)
 
     def __call__(
         self,
@@ -150,7 +148,9 @@ class Sampler:
             budgets = np.where(used, cap, 0).astype(np.int32)
             ids = np.arange(self.config.batch_size, dtype=np.int32)
             ids += first_row_id + start * samples_per_prompt
-            out = self._program(prepared, draft_weights, padded, lengths, ids, budgets, key)
+            prefill, decode = self._programs
+            state = prefill(prepared.params, draft_weights, padded, lengths, ids, budgets, key)
+            out = decode(prepared, draft_weights, state, ids, key).result
             keep = len(part) * samples_per_prompt
             results.append(jax.tree.map(lambda x: np.asarray(x)[:keep], out))  # noqa: B023
         return jax.tree.map(lambda *parts: np.concatenate(parts), *results)

@@ -160,7 +160,7 @@ def _peer_rate(peer: Any, prompts: Sequence[np.ndarray], new_tokens: int, trial:
 def _matmul_rate(
     model: ModelConfig, rows: int, dtype: str, seconds: float = 2.0
 ) -> Callable[[int], float]:
-    """Returns a function that gives the FLOP/s kept up for some seconds on the policy's MLP product.
+    """Returns a function that gives the FLOP/s of the policy's MLP product, kept up for seconds.
 
     A single call can be a third faster than what the machine keeps up; `best` on the function is
     the rate of the fastest one.
@@ -192,6 +192,7 @@ def bench_step(
     prompt_tokens: int,
     reply_tokens: int,
     row_length: int,
+    rows_per_microbatch: int,
     trials: int,
     peer: bool,
 ) -> Rows:
@@ -203,17 +204,23 @@ def bench_step(
     draft = Eagle3(
         Eagle3Config.from_policy(model, num_passes=3, draft_vocab_size=min(4096, model.vocab_size))
     )
+    packing = PackingConfig(row_length=row_length, rows_per_microbatch=rows_per_microbatch)
     runs: dict[str, Callable[[int], float]] = {}
     tokens: dict[str, int] = {}
     name = "forward and backward alone"
-    runs[name], tokens[name] = _our_gradient(loaded, mesh, dtype, samples, row_length)
+    runs[name], tokens[name] = _our_gradient(loaded, mesh, dtype, samples, packing)
     for name, share, with_draft in (
         ("update", True, None),
         ("update with the draft", True, draft),
         ("update, prompts not shared", False, None),
     ):
         runs[name], tokens[name] = _our_update(
-            loaded, mesh, dtype, samples, row_length, share, with_draft
+            loaded,
+            mesh,
+            dtype,
+            samples,
+            dataclasses.replace(packing, share_prompts=share),
+            with_draft,
         )
     if peer and peers.available():
         torch_model = peers.load_peer(model, loaded.params, "float32")
@@ -221,7 +228,7 @@ def bench_step(
         runs["transformers update, float32"] = lambda _: update(samples)
         tokens["transformers update, float32"] = sum(len(s.prompt) + len(s.reply) for s in samples)
     product = f"matrix product alone, {dtype}"
-    runs[product] = _matmul_rate(model, row_length, dtype)
+    runs[product] = _matmul_rate(model, row_length * rows_per_microbatch, dtype)
     seconds = in_turns(runs, trials)
     rates = seconds.pop(product)
     embedding = model.vocab_size * model.hidden_size
@@ -265,7 +272,7 @@ def _documents(model, groups, each, prompt_tokens, reply_tokens) -> list[Sample]
     return samples
 
 
-def _our_gradient(loaded, mesh, dtype, samples, row_length):
+def _our_gradient(loaded, mesh, dtype, samples, packing):
     """Returns a function that takes the policy's gradient and gives its seconds, and the tokens."""
     model = loaded.config
     table = policy.param_table(model)
@@ -283,9 +290,7 @@ def _our_gradient(loaded, mesh, dtype, samples, row_length):
 
     gradient = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, rows), out_specs=rows))
     params = place_params(table, loaded.params, mesh)
-    made = build_microbatches(
-        samples, PackingConfig(row_length=row_length), num_ahead=1, capacity=1, mesh=mesh
-    )
+    made = build_microbatches(samples, packing, num_ahead=1, capacity=1, mesh=mesh)
     parts = [jax.tree.map(lambda x: x[i], made.batch) for i in range(made.used)]  # noqa: B023
 
     def run(_: int) -> float:
@@ -297,7 +302,7 @@ def _our_gradient(loaded, mesh, dtype, samples, row_length):
     return run, made.stats.used
 
 
-def _our_update(loaded, mesh, dtype, samples, row_length, share, draft):
+def _our_update(loaded, mesh, dtype, samples, packing, draft):
     """Returns a function that takes one update and gives its seconds, and the tokens it stores."""
     model = loaded.config
     table = policy.param_table(model)
@@ -316,7 +321,6 @@ def _our_update(loaded, mesh, dtype, samples, row_length, share, draft):
         "state": init_state(jax.random.key(0), params, table, optimizer, mesh, **draft_fields)
     }
     del params
-    packing = PackingConfig(row_length=row_length, share_prompts=share)
     batch = build_microbatches(
         samples,
         packing,

@@ -327,7 +327,7 @@ def dry_run_table(experiment: Experiment) -> dict[str, str]:
 
 
 def _kept_per_layer(model: ModelConfig) -> dict[str, int]:
-    """Returns the numbers that a layer stores for one token's backward pass, by `StepConfig.remat`."""
+    """Returns how many numbers a layer stores for a token's backward pass, by remat setting."""
     dim, ffn = model.hidden_size, model.intermediate_size
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     products = 2 * dim + 2 * q + 2 * kv + 2 * ffn

@@ -135,9 +135,9 @@ def test_resumes_on_other_devices(whole, halted, tmp_path):
 def test_few_programs_are_compiled(whole):
     run = whole.run
     assert run.rl_step._cache_size() == 1
-    # The batch of 16 serves 4 prompts x 4 replies and, evaluating, 16 prompts x 1.
-    assert run.sampler().compilations() == 2
-    assert run.sampler(with_draft=False).compilations() == 2
+    # The batch of 16 serves 4 prompts x 4 replies and, evaluating, 16 prompts x 1: two prefills.
+    assert run.sampler().compilations() == 3
+    assert run.sampler(with_draft=False).compilations() == 3
 
 
 def test_everything_is_left_behind(whole):
