@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.drafts.base import Draft, DraftWeights
 from jaxspec.models import policy
@@ -133,6 +133,8 @@ class Sampler:
         prepared = policy_params
         if not isinstance(prepared, policy.DecodeParams):
             prepared = self.prepare(policy_params)
+        # A key of the state lies on the mesh, a fresh one does not: one program serves both.
+        key = jax.device_put(key, NamedSharding(self.mesh, PartitionSpec()))
         # Only the prompts of one call share a bucket, so that one long prompt slows one call.
         results = []
         for start in range(0, len(prompts), per_call):
