@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
+from jaxtyping import Array, Float
 
 
 def make_mesh(
@@ -41,8 +42,10 @@ def vary(tree: Any, axes: Collection[str]) -> Any:
     return jax.tree.map(one, tree)
 
 
-def sum_of_products(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Sums a * b over the last dimension; both have one shape.
+def sum_of_products(
+    a: Float[Array, "*batch dim"], b: Float[Array, "*batch dim"]
+) -> Float[Array, "*batch"]:
+    """Sums a * b over the last dimension.
 
     On CPUs XLA 0.10 gives a plain sum to a library that takes some ten times as long as the loop
     it makes for a contraction.
@@ -52,7 +55,7 @@ def sum_of_products(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum("...d,...d->...", a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def row_sum(x: jax.Array) -> jax.Array:
+def row_sum(x: Float[Array, "*batch dim"]) -> Float[Array, "*batch"]:
     """Sums over the last dimension; see `sum_of_products`."""
     if jax.default_backend() != "cpu":
         return jnp.sum(x, axis=-1)

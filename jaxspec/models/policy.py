@@ -14,9 +14,14 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.params import ParamInfo, Table
 
 Attend = Callable[[Array, Array, Array], Array]
-REMAT = ("none", "products", "layer")
-"""How much of a layer the backward pass computes again: nothing; what lies between matrix products
-and attention (norms, activations, rotations), which is cheaper than storing it; the whole layer."""
+REMAT: dict[str, tuple[str, ...] | None] = {
+    "none": None,
+    "products": ("product", "attention_out", "attention_lse"),
+    "layer": (),
+}
+"""How much of a layer the backward pass computes again, by name, and the values it stores then:
+nothing; what lies between matrix products and attention (norms, activations, rotations), which is
+cheaper than storing it; the whole layer."""
 Params = dict[str, Any]
 
 
@@ -149,9 +154,10 @@ def forward(
         layers come whole.
 
     Raises:
-      ValueError: for taps that are not ascending or lie outside the layers.
+      ValueError: for taps that are not ascending or lie outside the layers, or an unknown `remat`.
     """
     check_taps(taps, config.num_layers)
+    check_remat(remat)
     whole = gather if gather is not None else lambda tree: tree
     cos, sin = blocks.rope_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     x = params["embed"][tokens]
@@ -189,15 +195,25 @@ def forward(
 
 
 def _rematerialised(layer_step: Callable, remat: str) -> Callable:
-    if remat == "none":
+    kept = REMAT[remat]
+    if kept is None:
         return layer_step
-    kept = ("product", "attention_out", "attention_lse") if remat == "products" else ()
     # Inside a scan nothing can be merged with the first computation: no barrier is needed.
     return jax.checkpoint(
         layer_step,
         policy=jax.checkpoint_policies.save_only_these_names(*kept),
         prevent_cse=False,
     )
+
+
+def check_remat(remat: str) -> None:
+    """Checks that `remat` is one of `REMAT`.
+
+    Raises:
+      ValueError: naming the kinds there are.
+    """
+    if remat not in REMAT:
+        raise ValueError(f"remat={remat!r} is none of {tuple(REMAT)} (StepConfig.remat)")
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:

@@ -56,8 +56,7 @@ class StepConfig:
     def __post_init__(self):
         if self.draft_weight < 0:
             raise ValueError(f"StepConfig.draft_weight={self.draft_weight} is negative")
-        if self.remat not in policy.REMAT:
-            raise ValueError(f"StepConfig.remat={self.remat!r} is none of {policy.REMAT}")
+        policy.check_remat(self.remat)
         if self.logprob_chunk < 1:
             raise ValueError(f"StepConfig.logprob_chunk={self.logprob_chunk} must be positive")
 
